@@ -10,8 +10,9 @@ bench: $(STAMP)
 	$(BIN)/attnbench run quick --budget 0.5
 	$(BIN)/attnbench report latest
 
+# Three processes on two cores: many tests wait for a process that they have started.
 test: $(STAMP) chromium
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # The report of results/h200, the charts in docs/gallery, and what the README says of both.
 gallery: $(STAMP)
@@ -72,4 +73,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) "$${XDG_CACHE_HOME:-$$HOME/.cache}/attnbench-tests" .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

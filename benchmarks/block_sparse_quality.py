@@ -31,8 +31,8 @@ import torch
 
 from attnbench.kernels.block_sparse.selection import (
     POOL,
+    BlockChoice,
     BlockGate,
-    Choice,
     block_mass,
     by_threshold,
     calibrated,
@@ -45,7 +45,7 @@ from attnbench.kernels.block_sparse.torch_impls import attend
 
 MEASURED, CALIBRATION, TRAINING = range(3), range(10, 12), range(100, 116)
 """Seeds of the draws."""
-Mass = Callable[[torch.Tensor, torch.Tensor, Choice], torch.Tensor]
+Mass = Callable[[torch.Tensor, torch.Tensor, BlockChoice], torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -131,19 +131,20 @@ def measure(case: Case) -> dict[str, Any]:
     return {"case": case._asdict(), "gate_training": training, "rows": rows}
 
 
-def _over_free(mass: torch.Tensor, chosen: Choice) -> torch.Tensor:
+def _over_free(mass: torch.Tensor, chosen: BlockChoice) -> torch.Tensor:
     mass = mass * chosen.free
     return mass / mass.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-def _dense(case: Case, chosen: Choice, seed: int) -> Dense:
+def _dense(case: Case, chosen: BlockChoice, seed: int) -> Dense:
     q, k, v = case.arrays(seed)
     return Dense(q, k, v, *attend(q, k, v, chosen.tables, case.workload.softmax_scale))
 
 
 def _row(
-    case: Case, chosen: Choice, measured: list[Dense], name: str, sparsity: float, choose: Any, threshold: float | None
-) -> dict[str, Any]:
+    case: Case, chosen: BlockChoice, measured: list[Dense], name: str, sparsity: float, choose: Any,
+    threshold: float | None,
+) -> dict[str, Any]:  # fmt: skip
     """Means over the measured draws."""
     figures = []
     for dense in measured:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import structs
 from publishing import publish
 
-from attnbench.choosing.candidates import Source
+from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.measuring.sampling import summarise
 from attnbench.policy import Policy
@@ -34,7 +34,7 @@ def measured(path: Path) -> list[Record]:
 
 
 def chosen(records: Sequence[Record]) -> Policy:
-    return choose([Source("run", "", records)]).policy
+    return choose([CandidateRun("run", "", records)]).policy
 
 
 def picks(policy: Policy) -> Picks:

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnbench import masks, registry
 from attnbench.frameworks.torch.framework import FRAMEWORK
 from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device
-from attnbench.kernels.dilated.pieces import Problem, computed_pairs
+from attnbench.kernels.dilated.pieces import DilatedProblem, computed_pairs
 from attnbench.nn import (
     DilatedAttention,
     ImprovedDilatedAttention,
@@ -182,7 +182,7 @@ def pinned(scale: Scale) -> Any:
 
 
 def dilated_calls(scale: Scale, kind: str, tokens: int, dim: int) -> tuple[float, dict[str, Callable[[], Any]]]:
-    problem = Problem(pattern(scale), 1, tokens, HEADS, HEADS, True)
+    problem = DilatedProblem(pattern(scale), 1, tokens, HEADS, HEADS, True)
     arrays, call = draw(scale, tokens, dim), module(kind, scale)
     passes = ["forward"] if kind == "eager" else list(PASSES)
     return 4 * dim * computed_pairs(problem), {name: step(call, arrays, name == "train") for name in passes}

@@ -28,7 +28,7 @@ from publishing import publish
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import frameworks
-from attnbench.kernels.dilated.pieces import Problem, computed_pairs
+from attnbench.kernels.dilated.pieces import DilatedProblem, computed_pairs
 
 CLAIM, ROUNDS = 3.0, 25
 
@@ -112,7 +112,7 @@ def main() -> None:
     torch.manual_seed(0)
     dim, shapes = scale.dims[0], {}
     for tokens in (scale.short // 4 if not options.smoke else scale.short, scale.short):
-        ours = computed_pairs(Problem(pattern(scale), 1, tokens, HEADS, HEADS, True))
+        ours = computed_pairs(DilatedProblem(pattern(scale), 1, tokens, HEADS, HEADS, True))
         shapes[str(tokens)] = {
             "their_difference_to_ours": difference(scale, tokens, dim),
             "our_pairs_over_theirs": round(ours / their_pairs(scale, tokens), 2),

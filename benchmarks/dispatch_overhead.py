@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnbench as ab
 from attnbench import frameworks, registry
-from attnbench.dispatch.order import order_on
+from attnbench.dispatch.choice import order_on
 from attnbench.errors import PolicyWarning
 
 CLAIM_US = 5.0

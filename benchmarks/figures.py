@@ -20,7 +20,7 @@ from rich.console import Console
 
 from attnbench.comparing.text import print_comparison
 from attnbench.comparison import Comparison
-from attnbench.drafts import write_texts
+from attnbench.files import write_texts
 from attnbench.results.advice import listed
 from attnbench.results.records import by_workload
 from attnbench.results.run_file import read_run

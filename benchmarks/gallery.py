@@ -17,13 +17,13 @@ from gallery_captions import CAPTIONS
 from marked_blocks import marked, replaced
 from printed_ranking import fullest, printed
 
-from attnbench.drafts import write_texts
+from attnbench.files import write_texts
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.encodings import VEGA_LITE
 from attnbench.report.html.history import find_history
 from attnbench.report.html.images import drawable
-from attnbench.report.html.page import Page, Part, compose, measured, render
-from attnbench.report.html.sections import Source
+from attnbench.report.html.page import Page, PageSection, collect_standings, compose, render
+from attnbench.report.html.sections import ReportedRun
 from attnbench.report.summaries import folder_of, write_summaries
 from attnbench.results.records import is_timed
 from attnbench.results.run_file import read_run
@@ -36,14 +36,14 @@ SHOWN = "grid-gpu-device-time.jsonl"
 report has them all."""
 
 
-def read(folder: Path, again: bool = False) -> list[Source]:
+def read(folder: Path, again: bool = False) -> list[ReportedRun]:
     """The runs of a folder, the oldest first, or their repetitions, each of which would take the place of a run."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if path.stem.endswith(AGAIN) == again]
-    sources = [Source(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
+    sources = [ReportedRun(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.run.header.created)
 
 
-def page_of(sources: Sequence[Source], again: Sequence[Source] = ()) -> Page:
+def page_of(sources: Sequence[ReportedRun], again: Sequence[ReportedRun] = ()) -> Page:
     """Of the runs; a repetition is a point of the history and nothing else."""
     ordered = sorted([*sources, *again], key=lambda source: source.run.header.created)
     return compose(sources, history=find_history(ordered, {}))
@@ -69,7 +69,7 @@ def read_bytes(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.jsonl"))]
 
 
-def ranking(part: Part) -> str:
+def ranking(part: PageSection) -> str:
     """The fullest workload as the terminal prints it."""
     chosen = fullest(part.cells.records)
     device = next(iter(part.section.environments.values())).device_name
@@ -94,7 +94,7 @@ def gallery(page: Page, place: str, images: str) -> str:
     return "\n\n".join([opening, *pictures])
 
 
-def charts_of(part: Part) -> dict[str, Chart]:
+def charts_of(part: PageSection) -> dict[str, Chart]:
     return {chart.name: chart for view in part.views for chart in view.charts}
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     draw(page, given.images)
     report = given.runs / "report.html"
     write_texts({report: render(page), readme: text})
-    write_summaries(measured(page), folder_of(report), page.left)
+    write_summaries(collect_standings(page), folder_of(report), page.left)
     print(f"{report}\n{folder_of(report)}\n{given.images}\n{readme}")
 
 

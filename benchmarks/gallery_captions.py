@@ -8,8 +8,8 @@ from typing import Any
 
 from attnbench.report.html.cells import winner_rows
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.derived import side_by_side
-from attnbench.report.html.page import Part
+from attnbench.report.html.page import PageSection
+from attnbench.report.html.views import side_by_side
 from attnbench.report.units import percent, significant, size
 from attnbench.results.ratios import Ratio
 from attnbench.results.sentences import counted, format_ratio
@@ -17,7 +17,7 @@ from attnbench.results.sentences import counted, format_ratio
 Rows = list[dict[str, Any]]
 
 
-def winners(part: Part, chart: Chart) -> str:
+def winners(part: PageSection, chart: Chart) -> str:
     del chart
     shapes = winner_rows(part.cells.rows)
     counts = Counter(row["label"] for row in shapes)
@@ -32,7 +32,7 @@ def winners(part: Part, chart: Chart) -> str:
     )
 
 
-def rate(part: Part, chart: Chart) -> str:
+def rate(part: PageSection, chart: Chart) -> str:
     rows = _drawn(part, chart)
     best = max(rows, key=lambda row: row["tflops"])
     base = part.cells.baselines[0]
@@ -45,7 +45,7 @@ def rate(part: Part, chart: Chart) -> str:
     )
 
 
-def memory(part: Part, chart: Chart) -> str:
+def memory(part: PageSection, chart: Chart) -> str:
     rows = _drawn(part, chart)
     most = max(rows, key=lambda row: row["peak"])
     least = min((row for row in rows if row["workload"] == most["workload"]), key=lambda row: row["peak"])
@@ -57,7 +57,7 @@ def memory(part: Part, chart: Chart) -> str:
     )
 
 
-def frameworks(part: Part, chart: Chart) -> str:
+def frameworks(part: PageSection, chart: Chart) -> str:
     del chart
     rows = sorted(side_by_side(part.cells), key=lambda row: row["gain"])
     torch, jax = (sum(_ratio(row).sign == side for row in rows) for side in (1, -1))
@@ -69,7 +69,7 @@ def frameworks(part: Part, chart: Chart) -> str:
     )
 
 
-CAPTIONS: Mapping[str, tuple[str, Callable[[Part, Chart], str]]] = {
+CAPTIONS: Mapping[str, tuple[str, Callable[[PageSection, Chart], str]]] = {
     "winners": ("Winner map", winners),
     "rate": ("Rate over length", rate),
     "memory": ("Memory over length", memory),
@@ -78,7 +78,7 @@ CAPTIONS: Mapping[str, tuple[str, Callable[[Part, Chart], str]]] = {
 """Chart -> what it is and what is said of it, in the order of the gallery."""
 
 
-def _drawn(part: Part, chart: Chart) -> Rows:
+def _drawn(part: PageSection, chart: Chart) -> Rows:
     """Of those that the chart names."""
     first = chart.choices[0]
     rows = [row for row in part.cells.rows if row.get(chart.needs) is not None and first.accepts(row)]

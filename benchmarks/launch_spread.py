@@ -30,7 +30,7 @@ def launch_ns(variables: dict[str, str], seed: int) -> tuple[float, dict[str, ob
         try:
             described = worker.ask(p.Describe([]), TIMEOUT_S)
             opened = worker.ask(p.Open(cell, False, True, None, seed, None, False), TIMEOUT_S)
-            assert isinstance(described, p.Described), described
+            assert isinstance(described, p.EnvironmentAnswer), described
             assert isinstance(opened, p.Opened), opened
             worker.ask(p.WarmUp(cell.id, None), TIMEOUT_S)
             answers = [worker.ask(p.TakeBlock(cell.id, 1), TIMEOUT_S) for _ in range(BLOCKS)]

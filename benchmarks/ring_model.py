@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from attnbench.kernels.ring.schedule import Problem, Tile, schedule
+from attnbench.kernels.ring.schedule import RingProblem, Tile, schedule
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
 
 TileTime = Callable[[Tile], tuple[float, float]]
@@ -51,7 +51,7 @@ class Modelled(Struct, frozen=True, kw_only=True):
     """Speed-up over the number of ranks."""
 
 
-def model(workload: Workload, problem: Problem, tile_time: TileTime, link: Link) -> Modelled:
+def model(workload: Workload, problem: RingProblem, tile_time: TileTime, link: Link) -> Modelled:
     """Model the time of the workload's pass."""
     single = _total(workload, problem._replace(world=1), tile_time, link)[0]
     seconds, compute, communication = _total(workload, problem, tile_time, link)
@@ -67,7 +67,7 @@ def model(workload: Workload, problem: Problem, tile_time: TileTime, link: Link)
     )
 
 
-def _total(workload: Workload, problem: Problem, tile_time: TileTime, link: Link) -> tuple[float, float, float]:
+def _total(workload: Workload, problem: RingProblem, tile_time: TileTime, link: Link) -> tuple[float, float, float]:
     """Return (seconds, computation, communication) over all steps of the pass."""
     directions: dict[Pass, tuple[int, ...]] = {"forward": (0,), "backward": (1,), "train": (0, 1)}
     plans = [schedule(problem, rank) for rank in range(problem.world)]
@@ -83,7 +83,7 @@ def _total(workload: Workload, problem: Problem, tile_time: TileTime, link: Link
     return seconds, computation, communication
 
 
-def _bytes(workload: Workload, problem: Problem, turn: int, tokens: int, direction: int) -> int:
+def _bytes(workload: Workload, problem: RingProblem, turn: int, tokens: int, direction: int) -> int:
     """Count the bytes a rank sends in a turn: K and V except in the last, and backward the sums of their gradients."""
     if problem.world == 1:
         return 0
@@ -92,7 +92,7 @@ def _bytes(workload: Workload, problem: Problem, turn: int, tokens: int, directi
     return keys + direction * numbers * SUM_BYTES.get(workload.dtype, 4)
 
 
-def idle_share(problem: Problem) -> float:
+def idle_share(problem: RingProblem) -> float:
     """Return the share of the ranks' time spent waiting for the busiest rank of each step, if time were pairs."""
     plans = [schedule(problem, rank) for rank in range(problem.world)]
     work = [[sum(tile.pairs for tile in step.tiles) for step in plan] for plan in plans]

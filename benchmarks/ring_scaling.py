@@ -22,8 +22,7 @@ import msgspec
 from ring_model import Link, model
 
 from attnbench import frameworks
-from attnbench.kernels.ring.schedule import Tile
-from attnbench.kernels.ring.settings import problem_of
+from attnbench.kernels.ring.schedule import Tile, problem_of
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.machine import isa_cap
 from attnbench.spec import Ok, Record, Workload
@@ -71,10 +70,10 @@ def tile_clock(workload: Workload, device: str) -> Callable[[Tile], tuple[float,
 
     from attnbench.frameworks.torch.programs import synchronize
     from attnbench.impls.partial.torch_passes import merge_, nothing_yet
-    from attnbench.kernels.ring.work import Kernels
+    from attnbench.kernels.ring.work import TileKernels
 
     torch.set_num_threads(1)  # as a rank has when there are as many as cores
-    kernels = Kernels(workload, "auto", torch.device(device))
+    kernels = TileKernels(workload, "auto", torch.device(device))
 
     def seconds(call: Callable[[], object]) -> float:
         call()

@@ -3,7 +3,8 @@
     python docs/check_words.py [PATH ...]
 
 A function's docstring begins with a verb and has four words at least; a docstring of a class, module, property or
-attribute begins with a noun. Some words are used nowhere, since the field has others for what they meant here.
+attribute begins with a noun. Some words are used nowhere, since the field has others for what they meant here. No two
+public classes have one name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,8 @@ VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text().split())
 NOT_FIRST = re.compile(
     r"(Of|As|Likewise|Where|What|So many|The same|Its|It|Those|They|Both|Else|Otherwise|Same|Ditto)\b"
 )
+DOUBLED = frozenset(("Attention", "Block", "Module", "Observation", "Unsupported"))
+"""Class names that stand more than once: openpi's code fixes those of models, a schema or a user's code the others."""
 RIDDLES = (
     r"nurser|fledgling|duel|fighter|\bcrew|travell?er|enlist|wardrobe|disguise|podium|champion|compass|whereabouts"
 )
@@ -83,11 +86,22 @@ def _of_attributes(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield after.lineno, f"a docstring begins with '{found.group(0)}', not with a noun"
 
 
+def doubled_classes(paths: Iterable[Path]) -> Iterator[tuple[Path, int, str]]:
+    """Yield file, line and words of every public class whose name another file has already given to one."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name in DOUBLED:
+                continue
+            if (first := known.setdefault(node.name, path)) != path:
+                yield path, node.lineno, f"a class {node.name} is in {first} too: one of them needs another name"
+
+
 def main(arguments: list[str]) -> int:
     """Print every fault of the files named, of the whole source if none is; return the exit code."""
     paths = [Path(one) for one in arguments] or [SOURCE]
     files = sorted(file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path]))
-    found = [(file, *fault) for file in files for fault in faults(file)]
+    found = [(file, *fault) for file in files for fault in faults(file)] + list(doubled_classes(files))
     for file, line, words in found:
         print(f"{file}:{line}: {words}")
     print(f"{len(found)} faults in {len(files)} files", file=sys.stderr)

@@ -14,13 +14,16 @@ import pytest
 
 from attnbench.cli import execute
 
+ROOT = Path(__file__).parents[1]
+
 
 @contextmanager
 def _surroundings(folder: Path) -> Iterator[pytest.MonkeyPatch]:
     """The folder and the variables that `cli_process.start` gives to a process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("ATTNBENCH_CACHE", str(folder.parent / "attnbench-cache"))
+        if folder != ROOT:  # beside a checkout nothing is written
+            patch.setenv("ATTNBENCH_CACHE", str(folder.parent / "attnbench-cache"))
         patch.delenv("XLA_FLAGS", raising=False)
         yield patch
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     # process. Whole commands and the tests of how workers run are without it: cli_process.py, run/conftest.py.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 HERE = Path(__file__).parent
-COMPILED = HERE.parent / ".cache" / "tests"
+COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnbench-tests"
 for variable, folder in {
     "JAX_COMPILATION_CACHE_DIR": "jax",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -41,7 +42,7 @@ for variable, folder in {
     os.environ.setdefault(variable, str(COMPILED / folder))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-"""What frameworks compile is kept between test processes and between runs of the suite: most programs are the same."""
+"""What frameworks compile is kept between test processes, runs of the suite and clones: most programs are the same."""
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 os.environ["ATTNBENCH_CACHE"] = str(HERE.parent / ".pytest_cache" / f"attnbench-{WORKER}")
 """Of its own for each test process: who tests side by side must not find the other's lock."""
@@ -54,7 +55,11 @@ if importlib.util.find_spec("hypothesis"):
     )
     settings.load_profile("repeatable")
 gc.set_threshold(200_000, 50, 100)
-"""Torch and JAX hold millions of objects, and each full collection walks through all of them: a fifth of the time."""
+TESTS_PER_FREEZE = 5
+_tests_begun = count()
+if sys.platform == "linux":
+    # For the whole run, not for a test: workers in this process refuse functions of attnbench that have changed.
+    Remote.start = classmethod(standing_workers.start)
 LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
@@ -81,10 +86,18 @@ def _registry_restored():
 
 
 @pytest.fixture(autouse=True)
-def _workers_are_forked(request, monkeypatch):
-    """Tests marked `standing` do not wait for workers that import a framework."""
-    if sys.platform == "linux" and request.node.get_closest_marker("standing"):
-        monkeypatch.setattr(Remote, "start", classmethod(standing_workers.start))
+def _collections_are_short():
+    """Torch and JAX hold millions of objects, and each full collection would walk through all of them."""
+    if next(_tests_begun) % TESTS_PER_FREEZE == 0:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _new_workers(request, monkeypatch):
+    """Tests do not wait for workers that import a framework, unless they are marked `new_workers`."""
+    new = any(map(request.node.get_closest_marker, ("new_workers", "gpu")))
+    monkeypatch.setattr(standing_workers, "forking", not new)
 
 
 @pytest.fixture(autouse=True)

@@ -16,15 +16,23 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from tempfile import TemporaryFile
 
+from attnbench.measuring import anchors
+from attnbench.run import remote
+from attnbench.run.remote import Remote
+
 READ_AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "XLA_", "JAX_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "MALLOC", "GLIBC")
 READ_AT_IMPORT += ("LD_", "PYTHON", "CUDA_", "KINETO", "NPY_", "HOME", "ATTNBENCH_THREADS")
 """Beginnings of the variables that frameworks read while they are imported: other values need another process."""
 PATIENCE_S = 60.0
+forking = True
+"""Whether workers are forks; tests marked `new_workers` turn it off."""
+_start_new = Remote.start.__func__  # pyright: ignore[reportFunctionMemberAccess]
 _parents: dict[tuple, Parent | None] = {}
 _one_at_a_time = threading.Lock()
 
@@ -33,7 +41,7 @@ class Forked:
     """A worker's process as `attnbench.run.remote.Process` asks for it."""
 
     def __init__(self, pid: int, status: int) -> None:
-        self.pid, self._status, self._code = pid, status, None
+        self.pid, self._status, self._code, self._lock = pid, status, None, threading.Lock()
 
     def poll(self) -> int | None:
         return self._ended(0.0)
@@ -44,9 +52,16 @@ class Forked:
         return code
 
     def _ended(self, timeout: float | None) -> int | None:
-        if self._code is None and select.select([self._status], [], [], timeout)[0]:
-            self._code = int(os.read(self._status, 16) or b"1")
-            os.close(self._status)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            with self._lock:  # several threads may ask
+                if self._code is None and select.select([self._status], [], [], 0.0)[0]:
+                    self._code = int(os.read(self._status, 16) or b"1")
+                    os.close(self._status)
+            if self._code is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                time.sleep(0.005)
         return self._code
 
 
@@ -80,8 +95,8 @@ class Parent:
 
 def start(cls, framework: str, device: str | None, threads: int | None):
     """Stand in for `Remote.start`: the first worker of a kind is a process of its own, those that follow are forks."""
-    from attnbench.run import remote
-
+    if not forking:
+        return _start_new(cls, framework, device, threads)
     environ = remote._environment(device, threads, ())
     relevant = sorted(item for item in environ.items() if item[0].startswith(READ_AT_IMPORT))
     key = (framework, os.getpid(), *relevant)
@@ -181,5 +196,6 @@ def _become_worker(request: dict, framework: str, connection: int, output: int) 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module("attnbench.run.worker")
+    anchors.COPY_BYTES["cpu"], anchors.MATMUL_SIZE["cpu"] = 1 << 22, 256  # an eighth of what a user has
     importlib.import_module(sys.argv[2])
     _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

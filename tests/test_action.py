@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gate_factory import case, report
 
-from attnbench.comparing.gate_markdown import MARKER, markdown
+from attnbench.comparing.gate_text import MARKER, markdown
 
 ROOT = Path(__file__).parents[1]
 ACTION, WORKFLOW = ROOT / "action.yml", ROOT / ".github" / "workflows" / "attnbench.yml"

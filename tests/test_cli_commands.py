@@ -192,7 +192,7 @@ def test_resume_refuses_another_version_of_a_function(lab: FakeLab, capsys: pyte
     assert execute(["run", "--resume", path, "--impl", "my.py:mine"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"error: my.py has changed since {path} was begun")
+    assert err.startswith(f"error: my.py has changed since {path} began")
     assert "start a new run, or undo the change" in err
     assert len(lab.requests) == 1
     file.write_text("first = 1")

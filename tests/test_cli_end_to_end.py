@@ -13,7 +13,6 @@ from cli_process import finish, start
 
 from attnbench.results.run_file import read_run
 
-pytestmark = pytest.mark.standing
 TINY = ["--seq-len", "32", "--heads", "4:2", "--head-dim", "16", "--causal", "--budget", "0.05"]
 KERNEL = """
 import torch
@@ -167,8 +166,11 @@ def _occupied(folder: Path) -> None:
         ("run --heads 12:5", "12 query heads cannot share 5 key/value heads"),
         ("run --dtype float7", 'dtype "float7" is not one of float64'),
         ("run --device tpu --impl numpy.float32", 'nothing can run on device "tpu": numpy has no tpu here, only cpu'),
-        ("run --impl numpy.float32 --dtype bfloat16 --seq-len 32", "nothing here takes this dtype. numpy.float32: "),
-        ("run --framework numpy --dtype bfloat16 --seq-len 32", "nothing here takes this dtype."),
+        (
+            "run --impl numpy.float32 --dtype bfloat16 --seq-len 32",
+            "no implementation here supports this dtype. numpy.float32: ",
+        ),
+        ("run --framework numpy --dtype bfloat16 --seq-len 32", "no implementation here supports this dtype."),
         ("run broken.toml", "broken.toml, line 3"),
         ("run empty.toml", "empty.toml"),
         ("run no-such-suite", 'no suite called "no-such-suite"'),

@@ -11,8 +11,6 @@ import pytest
 from cli_in_process import attnbench, script
 from documented import README
 
-pytestmark = pytest.mark.standing
-
 
 def test_readme_shows_commands():
     assert len(documented.commands(README)) > 15

@@ -62,7 +62,7 @@ def test_files_above_the_repository_or_the_home_folder_are_not_read(tmp_path, mo
     (tmp_path / "mine/attnbench.toml").write_text('threads = 2\nbuild = "make"\n')
     assert load(inner).threads == (None if place == "neither" else 2)
     assert load(inner).build == ("make" if place == "repository" else None)
-    assert ("is in no git repository" in told.text) == (place == "home")
+    assert ("is not in a git repository" in told.text) == (place == "home")
 
 
 def test_a_file_of_another_user_is_not_read(project, monkeypatch, told):
@@ -101,7 +101,7 @@ def test_unknown_names_come_with_the_nearest(project):
 
 
 WRONG_FILES = [
-    ("attnbench.toml", "threads = = 1\n", 1, "no valid TOML"),
+    ("attnbench.toml", "threads = = 1\n", 1, "not valid TOML"),
     ("attnbench.toml", "seed = 1\nthread = 1\n", 2, "did you mean threads"),
     ("attnbench.toml", 'seed = 1\nthreads = "many"\n', 2, "Expected `int | null`, got `str`"),
     ("attnbench.toml", "threads = 0\n", 1, "threads must be more than 0"),

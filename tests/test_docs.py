@@ -17,7 +17,6 @@ from documented import DOCS, README, ROOT
 
 import attnbench as ab
 
-pytestmark = pytest.mark.standing
 PAGES = sorted(DOCS.glob("*.md"))
 LINKED = [*PAGES, README, ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -187,3 +186,11 @@ def test_masks_on_the_python_page_are_all_and_true():
     assert set(found) == {name for name in ab.masks.__all__ if name.islower()}
     for name, signature in found.items():
         assert signature == written(inspect.signature(getattr(ab.masks, name))), name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_a_map_names_exist(page: str):
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md))`", (ROOT / page).read_text())
+    assert len(named) > 8
+    places = (ROOT, ROOT / "src" / "attnbench", *(ROOT / "src" / "attnbench").rglob("*"))
+    assert not [path for path in named if not any((place / path).exists() for place in places)]

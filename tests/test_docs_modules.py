@@ -41,7 +41,7 @@ def test_every_script_of_the_page_is_run():
 @pytest.mark.torch
 def test_every_module_and_kind_is_named():
     pytest.importorskip("torch")
-    from attnbench.nn.factory import KINDS
+    from attnbench.nn import KINDS
 
     text = PAGE.read_text()
     for kind, classes in KINDS.items():

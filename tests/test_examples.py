@@ -15,7 +15,6 @@ import pytest
 from cli_in_process import script
 from record_factory import ok
 
-pytestmark = pytest.mark.standing
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PATIENCE_S = 280

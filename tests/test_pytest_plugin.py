@@ -18,7 +18,7 @@ import attnbench as ab
 import attnbench.runner  # before any run inside this process, which would unload what it loaded first
 from attnbench.comparison import Comparison
 from attnbench.errors import UsageError
-from attnbench.pytest_bench import fast_enough
+from attnbench.pytest_plugin import fast_enough
 from attnbench.report.pytest_session import earlier_lines, read_earlier
 from attnbench.spec import Failed
 
@@ -118,7 +118,7 @@ def test_wrong_fails_refused_skips_and_a_crash_shows_its_traceback(run, lab):
     result.stdout.fnmatch_lines(["*Failed: wrong on 1 x 64 tokens*: incorrect: wrong from row 7 on"])
     result.stdout.fnmatch_lines(["*it raised", "*Traceback: line 3"])
     result.stdout.fnmatch_lines(["SKIPPED*refused on 1 x 64 tokens*: unsupported: refused from row 7 on"])
-    assert "pytest_bench.py" not in "".join(line for line in result.outlines if "Error" in line)
+    assert "pytest_plugin.py" not in "".join(line for line in result.outlines if "Error" in line)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_mistakes_are_told(run, lab):
     result.assert_outcomes(failed=3)
     result.stdout.fnmatch_lines(["*the marker attnbench takes framework, device, budget_s, threads, not frame."])
     result.stdout.fnmatch_lines(['*no config word called "q_length". Near: q_len*'])
-    result.stdout.fnmatch_lines(["*a Workload says everything: leave out q_len."])
+    result.stdout.fnmatch_lines(["*a Workload already defines the whole shape: leave out q_len."])
 
 
 def test_all_of_them_can_be_left_out(run, lab):
@@ -285,7 +285,7 @@ def test_two_sessions_are_compared(run, lab):
         [
             "Against old.json:",
             "good on 2 x 64 tokens*: 1.50x the earlier time (1.56 ms, was 1.04 ms)",
-            "*no change of code*",
+            "*without any change*",
         ]
     )
 
@@ -294,7 +294,7 @@ def test_two_sessions_are_compared(run, lab):
     ("arguments", "message"),
     [
         (("--attnbench-compare", "none.json"), "*there is no file none.json; --attnbench-json PATH makes one."),
-        (("--attnbench-compare", "broken.json"), "*broken.json: no run file and no JSON with records*"),
+        (("--attnbench-compare", "broken.json"), "*broken.json: neither a run file nor a JSON document with records*"),
         (("--attnbench-json", "folder"), "*--attnbench-json: cannot write folder (Is a directory)."),
     ],
 )
@@ -387,7 +387,7 @@ def test_workers_of_xdist_hand_over_what_they_measured(pytester, monkeypatch):
     )
     result = pytester.runpytest_subprocess("-n", "2", "--attnbench-json", "out.json", timeout=120)
     result.assert_outcomes(passed=4)
-    result.stdout.fnmatch_lines(["4 measured", "*times disturb each other*"])
+    result.stdout.fnmatch_lines(["4 measured", "*disturbed each other's times*"])
     found = read_earlier(pytester.path / "out.json")
     assert sorted(record.implementation for record in found) == [f"number-{n}" for n in range(4)]
 
@@ -413,7 +413,7 @@ def test_a_session_that_does_not_use_it_loads_nothing(pytester):
 
         def test():
             loaded = {name for name in sys.modules if name.startswith("attnbench")}
-            assert loaded == {"attnbench", "attnbench.pytest_bench", "attnbench.pytest_plugin"}
+            assert loaded == {"attnbench", "attnbench.pytest_plugin"}
             assert not {"torch", "jax"} & set(sys.modules)
         """
     )
@@ -451,5 +451,5 @@ def test_a_bound_is_a_ratio(run, lab, ratio):
 
 @pytest.mark.parametrize("floor", [float("nan"), float("inf"), -0.1, 1.0])
 def test_a_floor_is_a_share(floor):
-    with pytest.raises(UsageError, match=r"floor is a share such as 0\.03"):
+    with pytest.raises(UsageError, match=r"floor must be a fraction such as 0\.03"):
         ab.compare("numpy.float32", "numpy.reference", workload(8), framework="numpy", floor=floor)

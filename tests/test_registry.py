@@ -130,7 +130,7 @@ def test_wrong_references_say_what_is_wrong(kernel_file, tmp_path):
         load_reference(f"{kernel_file}:my_atention")
     with pytest.raises(UnknownName) as caught:
         load_reference(f"{kernel_file}:zzz")
-    assert str(caught.value).startswith(f'no function in {kernel_file} called "zzz". There is: ')
+    assert str(caught.value).startswith(f'no function in {kernel_file} called "zzz". Known: ')
     assert "See" not in str(caught.value)
     with pytest.raises(UsageError, match="is a int, not a function"):
         load_reference(f"{kernel_file}:NUMBER")
@@ -164,13 +164,13 @@ def test_settings_in_brackets():
         ("torch.ring[world=2,layout=foo]", 'layout "foo" is not one of contiguous, zigzag, striped'),
         ("torch.ring[inner=torch.egaer]", 'no implementation called "torch.egaer". Near: torch.eager'),
         ("torch.ring-templated[layout=foo]", 'layout "foo" is not one of'),
-        ("jax.ring[world=-1]", "world must be a whole number, 0 for every device, not -1"),
+        ("jax.ring[world=-1]", "world must be a whole number (0 means every device), not -1"),
         ("jax.all-gather[layout=foo]", 'layout "foo" is not one of'),
         ("torch.chunked[chunk=0]", "chunk must be a whole number of at least 1, not 0"),
-        ("jax.pi0-attention-flash[impl=foo]", 'no flash_attention_impl called "foo". There is: auto, cudnn,'),
+        ("jax.pi0-attention-flash[impl=foo]", 'no flash_attention_impl called "foo". Known: auto, cudnn,'),
         ("jax.gemma-stack-flash[impl=foo]", 'no flash_attention_impl called "foo"'),
         ("torch.gemma-stack-auto[impl=foo]", 'no implementation called "foo"'),
-        ("torch.gemma-stack-auto[impl=jax.xla]", "takes an attention of torch, not jax.xla"),
+        ("torch.gemma-stack-auto[impl=jax.xla]", "takes an attention implementation of torch, not jax.xla"),
         ("torch.rong[world=2]", 'no implementation called "torch.rong"'),
     ],
 )

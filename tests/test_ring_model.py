@@ -7,7 +7,7 @@ import pytest
 from ring_model import Link, idle_share, model
 
 from attnbench import masks
-from attnbench.kernels.ring.schedule import Problem
+from attnbench.kernels.ring.schedule import RingProblem
 from attnbench.spec import Workload
 
 TOKENS = 4096
@@ -22,13 +22,13 @@ def per_pair(tile):
 
 def ring(world, layout="zigzag", pass_="forward", link=FAST):
     work = msgspec.structs.replace(WORK, pass_=pass_)
-    return model(work, Problem(TOKENS, TOKENS, world, layout, True), per_pair, link)
+    return model(work, RingProblem(TOKENS, TOKENS, world, layout, True), per_pair, link)
 
 
 def test_without_links_the_speed_is_the_balance():
     for layout in ("zigzag", "striped", "contiguous"):
         found = ring(8, layout)
-        busy = 1 - idle_share(Problem(TOKENS, TOKENS, 8, layout, True))
+        busy = 1 - idle_share(RingProblem(TOKENS, TOKENS, 8, layout, True))
         assert found.efficiency == pytest.approx(busy)
         assert found.exposed_s == pytest.approx(0.0)
     assert ring(1).speedup == 1.0

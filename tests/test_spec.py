@@ -74,7 +74,7 @@ WRONG = [
     ({"softcap": -1.0}, "softcap must be positive"),
     ({"softcap": "big"}, "softcap must be a finite number"),
     ({"scale": float("nan")}, "scale must be a finite number"),
-    ({"mask": masks.lengths([1, 2])}, "names 2 batch rows, the workload has 1"),
+    ({"mask": masks.lengths([1, 2])}, "has 2 batch rows, the workload has 1"),
     ({"mask": masks.dilated([4], [2]), "kv_len": 9}, "self-attention"),
 ]  # fmt: skip
 

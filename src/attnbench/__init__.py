@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from attnbench import masks as masks
     from attnbench.comparing.compare import compare as compare
     from attnbench.dispatch.attention import attention as attention
+    from attnbench.dispatch.attention import explain as explain
     from attnbench.dispatch.capture import capture as capture
-    from attnbench.dispatch.explain import explain as explain
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
     from attnbench.policy import load_policy as load_policy
     from attnbench.policy import set_policy as set_policy
@@ -32,7 +32,7 @@ _HOME = {  # public name -> where it lives
     "compare": ("attnbench.comparing.compare", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
     "capture": ("attnbench.dispatch.capture", "capture"),
-    "explain": ("attnbench.dispatch.explain", "explain"),
+    "explain": ("attnbench.dispatch.attention", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
     "load_policy": ("attnbench.policy", "load_policy"),
     "set_policy": ("attnbench.policy", "set_policy"),

@@ -166,6 +166,6 @@ class GateReport(Struct, frozen=True, kw_only=True):
     """Ratio over all timed cases, with its interval."""
     elapsed_s: float = 0.0
     warnings: tuple[str, ...] = ()
-    """Warnings such as "underpowered: the +5 % control was not found"."""
+    """Warnings such as "underpowered: the +5 % control was not detected"."""
     attnbench: str = ""
     schema: int = 1

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.reading import line_of, read_toml
+from attnbench.files import line_of, read_toml
 
 PREFIX = "ATTNBENCH_"
 FILE_RELATIVE = ("runs_dir", "baselines_dir", "thresholds", "policy")
@@ -74,9 +74,9 @@ class Settings(Struct, frozen=True, kw_only=True):
             if value is not None and not (value > 0 and isfinite(value)):
                 raise ValueError(f"{name} must be more than 0 and finite, not {value:g}")
         if self.threads is not None and self.threads > MOST_THREADS:
-            raise ValueError(f"threads can be {MOST_THREADS} at most, not {self.threads}")
+            raise ValueError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
         if self.seed is not None and not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"seed must lie in 0 ... {LARGEST_SEED}, not {self.seed}")
+            raise ValueError(f"seed must be between 0 and {LARGEST_SEED}, not {self.seed}")
 
 
 NAMES = Settings.__struct_fields__
@@ -89,14 +89,14 @@ def load_settings(
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     from_file = _file_settings((cwd or Path.cwd()).resolve())
     from_environment = _environment_settings(os.environ if environ is None else environ)
-    _refuse_unknown(given, "option")
-    chosen = from_file | from_environment
-    chosen |= _converted(given, "the command line")
-    return Settings(**chosen)
+    for name in given:
+        if name not in NAMES:
+            raise UsageError(_unknown(name, "option"))
+    return Settings(**(from_file | from_environment | _converted(given, "the command line")))
 
 
 def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
-    """Convert values to their types; a UsageError says where a wrong one stands."""
+    """Convert values to their types; a UsageError names the source of a wrong value."""
     converted: dict[str, Any] = {}
     for name, value in values.items():
         try:
@@ -108,12 +108,6 @@ def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> di
                 why = f"it is one of {', '.join(choices)}"
             raise UsageError(f"setting {name} = {value!r} in {where} is wrong: {why}.") from error
     return converted
-
-
-def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
-    for name in values:
-        if name not in NAMES:
-            raise UsageError(_unknown(name, what))
 
 
 def _unknown(name: str, what: str) -> str:
@@ -144,7 +138,7 @@ def _file_settings(folder: Path) -> dict[str, Any]:
             if not path.is_file() or not _is_trusted(path, root) or (found := _read(path)) is None:
                 continue
             if root is None and found.pop("build", None) is not None:
-                _warn_once(f"build in {path} is not used: the file is in no git repository.")
+                _warn_once(f"build in {path} is ignored: the file is not in a git repository.")
             return found
     return {}
 
@@ -163,7 +157,7 @@ def _is_trusted(path: Path, root: Path | None) -> bool:
     trusted = {os.getuid(), 0} | (set() if root is None else {(root / ".git").stat().st_uid})
     owner = path.stat().st_uid
     if owner not in trusted and path.name == "attnbench.toml":
-        _warn_once(f"{path} is not read: it belongs to another user (uid {owner}).")
+        _warn_once(f"{path} is ignored: it belongs to another user (uid {owner}).")
     return owner in trusted
 
 

@@ -39,7 +39,7 @@ class UnknownName(UsageError):
         near = get_close_matches(name, known, n=3, cutoff=0.6)
         hint = f" Near: {', '.join(near)}." if near else ""
         short = len(known) <= SHORT_LIST
-        listed = f" There is: {', '.join(known)}." if known and (short or not near) else ""
+        listed = f" Known: {', '.join(known)}." if known and (short or not near) else ""
         super().__init__(printable(f'no {what} called "{name}".{hint}{f" See `{see}`." if see else listed}'))
         self.near = near
 

@@ -6,14 +6,16 @@ it is the reference, with 16- or 32-bit inputs it is the plain implementation wh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
 import numpy as np
-from jaxtyping import Float
 
 from attnbench.masks import Namespace
 from attnbench.spec import Array, Workload
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 BLOCK_PAIRS = 1 << 22
 """Number of logits held at once."""
@@ -271,14 +273,13 @@ def attention(
     """Return the whole output and LSE in NumPy, in the precision of the inputs, without holding T x S."""
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
-    for batch in range(q.shape[0]):
-        for index in range(k.shape[2]):
-            head = head_of(q, k, v, batch, index)
-            heads = slice(index * workload.group, (index + 1) * workload.group)
-            for rows in row_blocks(workload, np.arange(q.shape[1])):
-                part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
-                out[batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
-                lse[batch, heads, rows[0] : rows[-1] + 1] = part_lse
+    for batch, index in np.ndindex(q.shape[0], k.shape[2]):
+        head = head_of(q, k, v, batch, index)
+        heads = slice(index * workload.group, (index + 1) * workload.group)
+        for rows in row_blocks(workload, np.arange(q.shape[1])):
+            part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
+            out[batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
+            lse[batch, heads, rows[0] : rows[-1] + 1] = part_lse
     return out, lse
 
 
@@ -287,14 +288,13 @@ def attention_gradients(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return dq, dk and dv in NumPy, bshd, in the precision of the inputs."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for batch in range(q.shape[0]):
-        for index in range(k.shape[2]):
-            head = head_of(q, k, v, batch, index)
-            heads = slice(index * workload.group, (index + 1) * workload.group)
-            own = dout[batch, :, heads].transpose(1, 0, 2)
-            for rows in row_blocks(workload, np.arange(q.shape[1])):
-                part = backward_rows(workload, head, own, rows, np, q.dtype)
-                dq[batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
-                dk[batch, :, index] += part.dk
-                dv[batch, :, index] += part.dv
+    for batch, index in np.ndindex(q.shape[0], k.shape[2]):
+        head = head_of(q, k, v, batch, index)
+        heads = slice(index * workload.group, (index + 1) * workload.group)
+        own = dout[batch, :, heads].transpose(1, 0, 2)
+        for rows in row_blocks(workload, np.arange(q.shape[1])):
+            part = backward_rows(workload, head, own, rows, np, q.dtype)
+            dq[batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
+            dk[batch, :, index] += part.dk
+            dv[batch, :, index] += part.dv
     return dq, dk, dv

@@ -99,7 +99,11 @@ def asked(text: str) -> tuple[str, dict[str, int | float | str | bool]]:
     for word in rest[:-1].split(","):
         key, _, value = (part.strip() for part in word.partition("="))
         _check_setting(name, key)
-        config[key] = _converted(name, key, value, type(tunables[key]))
+        kind = type(tunables[key])
+        try:
+            config[key] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            raise UsageError(f'{key} of {name} takes a value of type {kind.__name__}, not "{value}".') from None
     get(name).configured(config)  # raises for what cannot be
     return name, config
 
@@ -116,13 +120,6 @@ def _check_setting(name: str, key: str) -> None:
     if key not in tunables:
         offered = f"it has {', '.join(tunables)}" if tunables else "it has none"
         raise UsageError(f'{name} has no setting "{key}"; {offered}.')
-
-
-def _converted(name: str, key: str, value: str, kind: type) -> int | float | str | bool:
-    try:
-        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-    except (KeyError, ValueError):
-        raise UsageError(f'{key} of {name} takes a value of type {kind.__name__}, not "{value}".') from None
 
 
 def loadable() -> tuple[list[str], dict[str, str]]:

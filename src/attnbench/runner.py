@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, get_args, overload
 
 import msgspec
 
@@ -22,13 +22,6 @@ from attnbench.workloads.suites import parse_mask
 
 Subject = str | Callable[..., Any] | Implementation
 BenchmarkType = Literal["inference", "training", "memory", "accuracy", "scaling"]
-PASS_OF = {
-    "inference": "forward",
-    "training": "train",
-    "memory": "forward",
-    "accuracy": "forward",
-    "scaling": "forward",
-}
 METRICS = ("latency", "memory", "throughput")
 DEFAULTS = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
 WORDS = {
@@ -64,15 +57,7 @@ def verify(
     implementation_or_callable: Subject, workload: Workload, *, framework: str = "torch", device: str | None = None
 ) -> Record:
     """Check an implementation, or a bare function of (q, k, v) in layout bshd, against the reference; no timing."""
-    request = Request(
-        workloads=(workload,),
-        implementations=(implementation_or_callable,),
-        framework=framework,
-        device=_device_name(device),
-        measure=False,
-        thorough=True,
-    )
-    return _carry_out(request)[0]
+    return _record_of(implementation_or_callable, workload, framework, device, measure=False, thorough=True)
 
 
 def measure(
@@ -84,14 +69,12 @@ def measure(
     budget_s: float = 1.0,
 ) -> Record:
     """Check an implementation, then time it; a record that is not ok has no time."""
-    request = Request(
-        workloads=(workload,),
-        implementations=(implementation_or_callable,),
-        framework=framework,
-        device=_device_name(device),
-        budget_s=budget_s,
-    )
-    return _carry_out(request)[0]
+    return _record_of(implementation_or_callable, workload, framework, device, budget_s=budget_s)
+
+
+def _record_of(what: Subject, workload: Workload, framework: str, device: str | None, **options: Any) -> Record:
+    where = {"framework": framework, "device": _device_name(device)}
+    return _carry_out(Request(workloads=(workload,), implementations=(what,), **where, **options))[0]
 
 
 def compare_implementations(
@@ -148,17 +131,23 @@ class BenchmarkRunner:
         "scaling" runs at the config's length, its double and its quadruple. "memory" and "accuracy" check and measure
         memory without timing; "accuracy" runs the full set of checks.
         """
-        if benchmark_type not in PASS_OF:
-            raise UnknownName("benchmark type", str(benchmark_type), PASS_OF, "help(attnbench.BenchmarkRunner)")
+        if benchmark_type not in (known := get_args(BenchmarkType)):
+            raise UnknownName("benchmark type", str(benchmark_type), known, "help(attnbench.BenchmarkRunner)")
         implementations = (*self.baselines, *self.optimizations)
         if not implementations:
             raise UsageError("nothing is registered: call register_baseline or register_optimization first.")
-        settings = {"pass_": PASS_OF[benchmark_type], **dict(config)}
+        settings = {"pass_": "train" if benchmark_type == "training" else "forward", **config}
         trials = settings.pop("trials", trials)
         workload = workload_from(settings, tags=(name,))
-        workloads = _lengths(workload) if benchmark_type == "scaling" else (workload,)
+        workloads = [workload]
+        if benchmark_type == "scaling":
+            square = workload.q_len == workload.kv_len
+            lengths = [
+                {"q_len": (n if square else 1) * workload.q_len, "kv_len": n * workload.kv_len} for n in (1, 2, 4)
+            ]
+            workloads = [msgspec.structs.replace(workload, **length) for length in lengths]
         request = Request(
-            workloads=workloads,
+            workloads=tuple(workloads),
             implementations=implementations,
             framework=self._framework,
             device=self._device,
@@ -180,16 +169,15 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
             continue
         field = WORDS.get(word, word)
         if field not in Workload.__struct_fields__:
-            raise UnknownName(
-                "config word", word, (*WORDS, *Workload.__struct_fields__, "d_model", "causal"), "the README"
-            )
+            known = (*WORDS, *Workload.__struct_fields__, "d_model", "causal")
+            raise UnknownName("config word", word, known, "the README")
         if fields.setdefault(field, value) != value:
             raise InvalidWorkload(f'"{word}" gives {field} a second time ({fields[field]!r} and {value!r}).')
     if "d_model" in config:
         fields.update(_heads_of(config["d_model"], fields))
-    asked = fields.pop("mask", None)
+    mask = fields.pop("mask", None)
     bare = Workload(**{**DEFAULTS, "tags": tags, **fields})
-    mask = parse_mask(asked, bare.mask_shape) if isinstance(asked, str) else asked
+    mask = parse_mask(mask, bare.mask_shape) if isinstance(mask, str) else mask
     if config.get("causal") or config.get("is_causal"):
         mask = masks.causal() if mask is None else mask & masks.causal()
     return msgspec.structs.replace(bare, mask=mask)
@@ -201,20 +189,12 @@ def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     if any(isinstance(n, bool) or not isinstance(n, SupportsIndex) for n in (d_model, heads)):
         raise InvalidWorkload(f"d_model and heads must be whole numbers, not {d_model!r} and {heads!r}.")
     if heads < 1 or d_model % heads:
-        raise InvalidWorkload(f"d_model {d_model} is not a whole number of {heads} heads.")
+        raise InvalidWorkload(f"d_model {d_model} cannot be divided evenly into {heads} heads.")
     if fields.get("head_dim", d_model // heads) != d_model // heads:
-        raise InvalidWorkload(f"d_model {d_model} is not {heads} heads with head_dim {fields['head_dim']}: give one.")
-    return {"heads": heads, "head_dim": d_model // heads}
-
-
-def _lengths(workload: Workload) -> tuple[Workload, ...]:
-    square = workload.q_len == workload.kv_len
-    return tuple(
-        msgspec.structs.replace(
-            workload, q_len=n * workload.q_len if square else workload.q_len, kv_len=n * workload.kv_len
+        raise InvalidWorkload(
+            f"d_model {d_model} is not {heads} heads of {fields['head_dim']}: give only one of d_model and head_dim."
         )
-        for n in (1, 2, 4)
-    )
+    return {"heads": heads, "head_dim": d_model // heads}
 
 
 def _known(implementation: Subject) -> Subject:
@@ -239,12 +219,8 @@ def _carry_out(request: Request) -> Results:
     except CannotSend:
         records.clear()
         with registry.restored():
-            launch(
-                msgspec.structs.replace(request, in_process=True),
-                records.extend,
-                Listener(),
-                patience_s=LIBRARY_PATIENCE_S,
-            )
+            here = msgspec.structs.replace(request, in_process=True)
+            launch(here, records.extend, Listener(), patience_s=LIBRARY_PATIENCE_S)
     return Results(record for record in records if record.implementation not in ANCHORS)
 
 

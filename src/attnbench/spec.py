@@ -113,27 +113,16 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     @property
     def axes(self) -> dict[str, int | str]:
         """Name and value of everything that identifies the problem, for tables, charts and grouping."""
-        axes: dict[str, int | str] = {
-            "batch": self.batch,
-            "q_len": self.q_len,
-            "kv_len": self.kv_len,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "v_head_dim": self.value_dim,
-            "dtype": self.dtype,
-            "mask": self.visible_mask.id,
-            "pass": self.pass_,
-        }
-        return axes | self.extras
+        axes = {name: getattr(self, name) for name in (*SIZES, "dtype")}
+        return axes | {"mask": self.visible_mask.id, "pass": self.pass_} | self.extras
 
     @property
     def extras(self) -> dict[str, str]:
         """Axes that most problems leave at their defaults: scale, softcap, inputs and step, if they differ."""
         numbers = {"scale": self.scale, "softcap": self.softcap}
-        told = {name: repr(float(value)).removesuffix(".0") for name, value in numbers.items() if value is not None}
-        told |= {} if self.inputs == "normal" else {"inputs": self.inputs}
-        return told | ({"step": self.step} if self.step else {})
+        extras = {name: repr(float(value)).removesuffix(".0") for name, value in numbers.items() if value is not None}
+        extras |= {} if self.inputs == "normal" else {"inputs": self.inputs}
+        return extras | ({"step": self.step} if self.step else {})
 
     @property
     def id(self) -> str:
@@ -152,14 +141,8 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
         extras = [f"{name} {value}" for name, value in self.extras.items()]
-        fields = [
-            f"{self.batch} x {tokens} tokens",
-            f"{heads} heads of {dims}",
-            self.visible_mask.title,
-            self.dtype,
-            self.pass_,
-        ]
-        return " · ".join(fields + extras)
+        sizes = f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}"
+        return " · ".join([*sizes, self.visible_mask.title, self.dtype, self.pass_, *extras])
 
 
 def _check_shape(w: Workload) -> None:
@@ -272,18 +255,8 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def hard_key(self) -> Mapping[str, object]:
         """Facts that may not differ between two runs whose times are compared."""
-        names = (
-            "device",
-            "device_name",
-            "capability",
-            "cpu",
-            "cores",
-            "threads",
-            "python",
-            "system",
-            "driver",
-            "harness",
-        )
+        machine = ("device", "device_name", "capability", "cpu", "cores", "threads")
+        names = (*machine, "python", "system", "driver", "harness")
         return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
 
     def agrees(self, other: Environment) -> bool:
@@ -437,11 +410,8 @@ class Cell(Struct, frozen=True, omit_defaults=True):
     def id(self) -> str:
         """Text that is stable over runs, for --resume, --shard and merge."""
         config = ",".join(f"{k}={v}" for k, v in sorted(self.config.items()))
-        return (
-            f"{self.implementation}[{config}]/{self.workload.id}"
-            if config
-            else f"{self.implementation}/{self.workload.id}"
-        )
+        name = f"{self.implementation}[{config}]" if config else self.implementation
+        return f"{name}/{self.workload.id}"
 
 
 class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -613,10 +583,8 @@ class Ok(_Outcome, frozen=True, kw_only=True, omit_defaults=True, tag="ok"):
     spent_ns: dict[str, int] = {}
     """Wall time of each stage of this cell: build, verify, profile, warm_up, sample."""
 
-    @property
-    def reason(self) -> None:
-        """Empty text: an ok record has no reason."""
-        return
+    reason = None
+    """An ok record has no reason."""
 
 
 class _NotOk(_Outcome, frozen=True, kw_only=True, omit_defaults=True):
@@ -625,29 +593,11 @@ class _NotOk(_Outcome, frozen=True, kw_only=True, omit_defaults=True):
     """A traceback, or the end of the worker's stderr."""
 
     # A record that is not ok has no speed: these read as None and cannot be written.
-    @property
-    def time(self) -> None: ...
-    @property
-    def memory(self) -> None: ...
-    @property
-    def cost(self) -> None: ...
-    @property
-    def throughput(self) -> None: ...
-    @property
-    def compile_ns(self) -> None: ...
-    @property
-    def kernels(self) -> None: ...
-    @property
-    def deterministic(self) -> None: ...
-    @property
-    def verified_at(self) -> None: ...
+    time = memory = cost = throughput = compile_ns = kernels = deterministic = verified_at = errors = None
 
 
 class Unsupported(_NotOk, frozen=True, kw_only=True, tag="unsupported"):
     """The implementation cannot compute this workload, by its own account."""
-
-    @property
-    def errors(self) -> None: ...
 
 
 class Incorrect(_NotOk, frozen=True, kw_only=True, tag="incorrect"):
@@ -664,9 +614,6 @@ it."""
 class OutOfMemory(_NotOk, frozen=True, kw_only=True, tag="out_of_memory"):
     """The device's memory was not sufficient."""
 
-    @property
-    def errors(self) -> None: ...
-
 
 class Failed(_NotOk, frozen=True, kw_only=True, tag="failed"):
     """The cell raised, crashed, fell back silently, or gave an implausible figure."""
@@ -674,15 +621,9 @@ class Failed(_NotOk, frozen=True, kw_only=True, tag="failed"):
     unstarted: bool = False
     """Whether no process could be started, so that nothing is known of the cell and `--resume` tries again."""
 
-    @property
-    def errors(self) -> None: ...
-
 
 class Timeout(_NotOk, frozen=True, kw_only=True, tag="timeout"):
     """The cell did not finish in time."""
-
-    @property
-    def errors(self) -> None: ...
 
 
 Record = Ok | Unsupported | Incorrect | OutOfMemory | Failed | Timeout

@@ -13,7 +13,7 @@ from policy_factory import entry, policy
 from record_factory import CPU, ok, timing, unsupported, workload
 
 from attnbench import masks
-from attnbench.choosing.candidates import Ground, Source
+from attnbench.choosing.candidates import CandidateRun, Ground
 from attnbench.choosing.choose import Chosen, choose, fixed_losses, policy_loss
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Policy, load_policy, policy_text
@@ -33,7 +33,7 @@ def timed(name: str, ns: float, seed: int = 0, spread: float = 0.01, q_len: int 
 
 
 def chosen(*records: Record, **constraints) -> Chosen:
-    return choose([Source("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
+    return choose([CandidateRun("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
 
 
 def picks(found: Chosen | Policy) -> dict[int, str]:
@@ -92,7 +92,7 @@ class TestBest:
     def test_what_may_not_be_chosen(self):
         found = choose(
             [
-                Source(
+                CandidateRun(
                     "run",
                     "2026",
                     [
@@ -241,7 +241,7 @@ class TestConstraints:
     def test_unknown_memory_keeps_to_no_limit(self):
         found = chosen(timed("torch.eager", 1e6), max_memory=10**12)
         assert picks(found) == {}
-        assert "its memory is not known" in found.unchosen[0].why
+        assert "its peak memory is unknown" in found.unchosen[0].why
 
     @pytest.mark.parametrize(
         "pass_, errors, expected",
@@ -257,7 +257,7 @@ class TestConstraints:
     def test_an_unknown_error_keeps_to_no_limit(self, pass_, errors, expected):
         found = chosen(timed("torch.eager", 1e6, errors=errors, shape={"pass_": pass_}), max_error=1e-3)
         assert picks(found) == expected
-        assert expected or "its error is not known" in found.unchosen[0].why
+        assert expected or "its error is unknown" in found.unchosen[0].why
 
     def test_nothing_left_says_why(self):
         found = chosen(*self.records, max_error=1e-9)
@@ -271,7 +271,7 @@ class TestConstraints:
             chosen(*self.records, forbid=("torch.slw",))
 
     def test_what_is_known_may_be_forbidden_though_no_run_holds_it(self):
-        source = Source("run", "", self.records)
+        source = CandidateRun("run", "", self.records)
         assert picks(choose([source], Constraints(forbid=("torch.flex",)), known=["torch.flex"])) == {128: "torch.fast"}
         with pytest.raises(UnknownName):
             choose([source], Constraints(only=("torch.flex",)), known=["torch.flex"])
@@ -281,7 +281,7 @@ class TestConstraints:
         assert chosen(*self.records, elsewhere, only=("jax",)).unchosen == ()
 
     def test_what_sweeps_leave_out_may_be_asked_for(self):
-        source = Source("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
+        source = CandidateRun("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
         reasons = {"torch.ring": "by name only"}
         assert picks(choose([source], Constraints(only=("torch.ring",)), reasons)) == {128: "torch.ring"}
         assert picks(choose([source], Constraints(only=("torch",)), reasons)) == {128: "torch.eager"}
@@ -289,8 +289,8 @@ class TestConstraints:
 
 class TestRuns:
     def test_runs_are_never_mixed(self):
-        first = Source("a", "2026-01-01", [timed("torch.eager", 4e6), timed("torch.flex", 2e6)])
-        later = Source("b", "2026-01-02", [timed("torch.sdpa", 1.95e6)])
+        first = CandidateRun("a", "2026-01-01", [timed("torch.eager", 4e6), timed("torch.flex", 2e6)])
+        later = CandidateRun("b", "2026-01-02", [timed("torch.sdpa", 1.95e6)])
         for sources in ([first, later], [later, first]):
             (entry,) = choose(sources).policy.entries
             assert (entry.use.implementation, entry.use.candidates) == ("torch.flex", 2)
@@ -307,7 +307,7 @@ class TestRuns:
     )
     def test_of_runs_that_share_nobody_the_clearly_faster_counts_else_the_larger(self, old, new, expected):
         sources = [
-            Source(day, day, [timed(name, ns) for name, ns in run.items()])
+            CandidateRun(day, day, [timed(name, ns) for name, ns in run.items()])
             for day, run in (("2026-01-01", old), ("2026-01-02", new))
         ]
         (entry,) = choose(sources).policy.entries
@@ -315,12 +315,15 @@ class TestRuns:
 
     def test_times_of_two_clocks_say_nothing(self):
         fast = ok("torch.fa3", time=timing([1e3] * 30, clock="graph"))
-        sources = [Source("a", "2026-01-01", [timed("torch.eager", 4e6)]), Source("b", "2026-01-02", [fast])]
+        sources = [
+            CandidateRun("a", "2026-01-01", [timed("torch.eager", 4e6)]),
+            CandidateRun("b", "2026-01-02", [fast]),
+        ]
         assert picks(choose(sources)) == {128: "torch.eager"}
 
     def test_a_newer_run_with_those_that_led_counts(self):
-        first = Source("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 9e6)])
-        later = Source("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
+        first = CandidateRun("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 9e6)])
+        later = CandidateRun("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
         assert picks(choose([first, later])) == {128: "torch.b"}
 
     @pytest.mark.parametrize(
@@ -330,17 +333,19 @@ class TestRuns:
     def test_one_that_led_may_be_there_by_another_name_of_its_kernel(self, kernels, twin_ns, chosen):
         """Of the older run the newer has torch.twin, not torch.b: good enough if both were one kernel, and as fast."""
         led = [timed("torch.a", 1e6, kernels=("a",)), timed("torch.b", 1.2e6, kernels=("k",))]
-        first = Source("a", "2026-01-01", [*led, timed("torch.twin", twin_ns, kernels=kernels)])
+        first = CandidateRun("a", "2026-01-01", [*led, timed("torch.twin", twin_ns, kernels=kernels)])
         twin = timed("torch.twin", twin_ns, kernels=kernels)
         again = [timed("torch.a", 1e6), twin, timed("torch.new", 0.95e6)]
-        assert picks(choose([first, Source("b", "2026-01-02", again)])) == {128: chosen}
+        assert picks(choose([first, CandidateRun("b", "2026-01-02", again)])) == {128: chosen}
 
     @pytest.mark.parametrize("kernels", [("fallback",), None])
     def test_a_twin_that_ran_another_kernel_later_speaks_for_nobody(self, kernels):
         slow = timed("torch.eager", 3e6)
         old = [timed("torch.fa3", 1e6, kernels=("k",)), timed("torch.sdpa", 1e6, kernels=("k",)), slow]
         new = [timed("torch.sdpa", 2.9e6, kernels=kernels), slow]
-        assert picks(choose([Source("a", "2026-01-01", old), Source("b", "2026-01-02", new)])) == {128: "torch.fa3"}
+        assert picks(choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)])) == {
+            128: "torch.fa3"
+        }
 
     @pytest.mark.parametrize("seed", range(6))
     def test_a_twin_that_was_too_noisy_to_tell_speaks_for_nobody(self, seed: int):
@@ -348,18 +353,18 @@ class TestRuns:
         slow = timed("torch.eager", 9e6)
         old = [timed("torch.fa3", 1e6, **noise), timed("torch.sdpa", 1.2e6, **noise), slow]
         new = [timed("torch.sdpa", 1.2e6, kernels=("k",)), slow]
-        (entry,) = choose([Source("a", "2026-01-01", old), Source("b", "2026-01-02", new)]).policy.entries
+        (entry,) = choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)]).policy.entries
         assert {entry.use.label, entry.use.alternatives[0].label} == {"torch.fa3", "torch.sdpa"}
 
     @pytest.mark.parametrize("faster, chosen", [(1.05, "torch.a"), (1.3, "torch.d")])
     def test_a_newcomer_counts_if_it_is_clearly_ahead_by_what_both_runs_have(self, faster, chosen):
         """The second machine is half as fast: only ratios to torch.c, which is in both, may speak."""
-        first = Source("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
-        later = Source("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
+        first = CandidateRun("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
+        later = CandidateRun("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
         assert picks(choose([first, later])) == {128: chosen}
 
     def test_shapes_of_several_runs_come_together(self):
-        sources = [Source(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
+        sources = [CandidateRun(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
         (place,) = choose(sources).policy.places
         assert [entry.at.q_len for entry in place.entries] == [64, 128]
         assert (place.runs, place.made) == (("1", "2"), "2026-01-02")
@@ -407,7 +412,7 @@ def test_crossings_carry_an_interval():
 
 def test_one_run_gives_one_text(tmp_path: Path):
     records = read_run(ROOT / "results" / "cpu" / "quick.jsonl").records
-    texts = {policy_text(choose([Source("quick", "2026", found)]).policy) for found in (records, records[::-1])}
+    texts = {policy_text(choose([CandidateRun("quick", "2026", found)]).policy) for found in (records, records[::-1])}
     assert len(texts) == 1
     path = tmp_path / "policy.json"
     path.write_text(texts.pop())
@@ -418,7 +423,7 @@ def test_one_run_gives_one_text(tmp_path: Path):
 def ground() -> Ground:
     eager = along("torch.eager", lambda n: 10.0 * n, (128, 512, 2048), environment=CPU)
     sdpa = along("torch.sdpa", lambda n: 4000.0 + 2 * n, (512, 2048), seed=1, environment=CPU)
-    (found,) = choose([Source("run", "", [*eager, *sdpa])]).grounds
+    (found,) = choose([CandidateRun("run", "", [*eager, *sdpa])]).grounds
     return found
 
 

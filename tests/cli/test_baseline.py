@@ -75,7 +75,7 @@ def test_show_takes_an_id_or_enough_of_it(capsys: pytest.CaptureFixture[str]):
     assert execute(["baseline", "show", "sdpa", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["record"]["implementation"] == "torch.sdpa"
     assert execute(["baseline", "show", "torch"]) == 2
-    assert '"torch" names 2 baselines: add words' in capsys.readouterr().err
+    assert '"torch" matches 2 baselines: add words' in capsys.readouterr().err
 
 
 def test_a_missing_baseline_comes_with_the_commands_that_make_one(capsys: pytest.CaptureFixture[str]):

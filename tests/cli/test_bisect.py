@@ -102,7 +102,7 @@ def test_a_good_one_that_does_not_build_is_an_error(bench: Bench, capsys: pytest
 @pytest.mark.parametrize(
     "options,words",
     [
-        ("--good main --bad v1", "v1 holds no commit that main does not"),
+        ("--good main --bad v1", "v1 has no commits that main lacks"),
         ("--good nothing", 'no git ref called "nothing"'),
         ("--good v1 --seq-len 64 128", "one workload at a time, and these options make 2"),
     ],

@@ -52,12 +52,12 @@ def test_a_table_the_crossing_and_one_closing_sentence(capsys: pytest.CaptureFix
 
 def test_what_is_written_over_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     path = tmp_path / "keep.json"
-    for told in ("", ", which held 4 entries", ", which held 4 entries"):
+    for told in ("", ", replacing a policy of 4 entries", ", replacing a policy of 4 entries"):
         assert execute(["choose", "one", "-o", "keep.json"]) == 0
         assert capsys.readouterr().err == f"wrote keep.json{told}\n"
     path.write_text("notes of mine")
     assert execute(["choose", "one", "-o", "keep.json"]) == 0
-    assert capsys.readouterr().err == "wrote keep.json, which was no policy\n"
+    assert capsys.readouterr().err == "wrote keep.json, replacing a file that was not a policy\n"
 
 
 @pytest.mark.parametrize(("marked", "count"), [(["torch.sdpa"], 2), (["torch.sdpa", "torch.eager"], 2), ([], 0)])
@@ -66,7 +66,7 @@ def test_choices_on_unstable_samples_are_counted(
 ):
     """torch.eager is fastest of two at each length and torch.sdpa next; torch.flex is far behind."""
     curves = {"torch.eager": 10.0, "torch.sdpa": 20.0, "torch.flex": 90.0}
-    notes = dict.fromkeys((*marked, "torch.flex"), ("unstable samples: one round says nothing of the spread",))
+    notes = dict.fromkeys((*marked, "torch.flex"), ("unstable samples: a single round does not show the spread",))
     records = [
         one
         for seed, (name, slope) in enumerate(curves.items())
@@ -150,7 +150,7 @@ def test_runs_of_several_files_come_together(tmp_path: Path, capsys: pytest.Capt
 def test_nothing_to_choose_is_said_and_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert execute(["choose", "one", "--max-error", "1e-12", "-o", "policy.json"]) == 3
     out = capsys.readouterr().out
-    assert "Nothing could be chosen." in out
+    assert "No implementation could be chosen for any workload." in out
     assert "has an error of" in out
     assert not (tmp_path / "policy.json").exists()
 
@@ -185,8 +185,8 @@ def test_a_foreign_policy_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFi
     assert execute(["choose", "gpu.jsonl", "-o", "gpu.json"]) == 0
     assert execute(["choose", "one", "--judge", "gpu.json"]) == 3
     out, err = capsys.readouterr()
-    assert "not judged: gpu.json does not hold here: measured on Test GPU (cuda), this is Test CPU 9000 (cpu)" in err
-    assert "gpu.json has no choice for any shape of these runs." in out
+    assert "not evaluated: gpu.json does not hold here: measured on Test GPU (cuda), this is Test CPU 9000 (cpu)" in err
+    assert "gpu.json has no choice for any shape in these runs." in out
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_sizes():
 def test_a_record_without_memory_is_not_within_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     write_run(tmp_path / "bare.jsonl", ok("torch.eager", [1e6] * 9, memory=Memory(peak_bytes=None, reason="unknown")))
     assert execute(["choose", "bare.jsonl", "--max-memory", "1TB"]) == 3
-    assert "its memory is not known" in capsys.readouterr().out
+    assert "its peak memory is unknown" in capsys.readouterr().out

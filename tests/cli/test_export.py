@@ -59,7 +59,7 @@ def test_what_is_no_text_takes_the_name_of_the_run(capsys: pytest.CaptureFixture
     with closing(sqlite3.connect("first.sqlite")) as connection:
         assert connection.execute("SELECT count(*) FROM records").fetchone() == (2,)
     assert execute(["export", "first", "--format", "sqlite", "-o", "-"]) == 2
-    assert "sqlite is no text: name a file with -o" in capsys.readouterr().err
+    assert "sqlite is not a text format: name a file with -o" in capsys.readouterr().err
 
 
 def test_a_cell_of_several_runs_is_kept_once_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -67,7 +67,7 @@ def test_a_cell_of_several_runs_is_kept_once_and_said_so(tmp_path: Path, capsys:
     assert execute(["export", "first", "third.jsonl", "--format", "bencher"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)[FAST.cell.id]["latency"]["value"] == 3e6
-    assert "note: 1 of the timed cells are in several runs" in captured.err
+    assert "note: 1 timed cells are in several runs" in captured.err
 
 
 def test_nothing_timed_is_not_silent(capsys: pytest.CaptureFixture[str]):
@@ -84,7 +84,7 @@ def test_nothing_timed_is_not_silent(capsys: pytest.CaptureFixture[str]):
         (["first", "--format", "csv", "-k", "jax"], 'no record with "jax" in its id'),
         (["first", "--format", "yaml"], "yaml"),
         (["first"], "--format"),
-        (["second.jsonl", "--format", "csv", "-o", "second.jsonl"], "second.jsonl is the run itself"),
+        (["second.jsonl", "--format", "csv", "-o", "second.jsonl"], "second.jsonl is one of the run files to read"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import gate_factory
@@ -77,10 +78,10 @@ def test_without_a_list_only_what_the_repository_brings_is_gated(asked, tmp_path
     """attnbench's own are the same in every ref of another repository."""
     Repository(tmp_path).commit("first")
     names = {"numpy.float32": "attnbench.impls.numpy"}
-    monkeypatch.setattr("attnbench.cli.selection.swept_names", lambda: list(names))
+    monkeypatch.setattr(import_module("attnbench.cli.gate"), "swept_names", lambda: list(names))
     monkeypatch.setattr("attnbench.registry.module_of", names.__getitem__)
     assert execute(["gate", "--baseline", "main"]) == 2
-    assert "nothing of it would be measured" in capsys.readouterr().err
+    assert "none of its code would be measured" in capsys.readouterr().err
     assert not asked["orders"]
     names["numpy.mine"] = "minepkg"
     assert execute(["gate", "--baseline", "main"]) == 0
@@ -111,7 +112,7 @@ def test_compare_waits_for_no_other_measurement(asked, tmp_path, monkeypatch, ca
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "file"))
     assert execute(["compare", "torch.eager", "torch.sdpa"]) == 0
-    assert "nothing keeps other measurements away" in capsys.readouterr().err
+    assert "other measurements on this machine cannot be kept out" in capsys.readouterr().err
 
 
 def test_files_for_ci_are_written_and_the_document_is_alone_on_stdout(asked, capsys):
@@ -252,7 +253,7 @@ def test_a_folder_of_baselines_is_one_though_a_branch_has_its_name(branches, fol
 
 def test_a_path_is_a_folder_though_a_branch_has_its_name(branches, capsys):
     assert execute(["gate", "--baseline", "./docs", "--impl", "numpy.float32"]) == 2
-    assert "./docs holds measurements and a git ref does not" in capsys.readouterr().err
+    assert "./docs holds measurements, so --current must be a run file too" in capsys.readouterr().err
     assert not branches["orders"]
 
 

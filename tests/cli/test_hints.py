@@ -8,10 +8,10 @@ import pytest
 from record_factory import incorrect, workload
 
 from attnbench import masks
-from attnbench.cli.options import Choice, Sampling, Shape
-from attnbench.cli.order import Order, Prepared, prepare
-from attnbench.cli.session import explain_hints
+from attnbench.cli.options import Sampling, Selection, ShapeOptions
+from attnbench.cli.run import Order, explain_hints, prepare
 from attnbench.run.launch import Request
+from attnbench.run.recorder import Prepared
 from attnbench.spec import ONLY_TIMED
 
 WRONG = "output: 9 x the relative error allowed"
@@ -22,8 +22,8 @@ def order(*references: str, **choice: object) -> Prepared:
         Order(
             suite=None,
             quick=False,
-            shape=Shape(seq_len=(64,)),
-            choice=Choice(impl=references, **({"against": ("numpy.float32",)} | choice)),  # type: ignore[arg-type]
+            shape=ShapeOptions(seq_len=(64,)),
+            choice=Selection(impl=references, **({"against": ("numpy.float32",)} | choice)),  # type: ignore[arg-type]
             sampling=Sampling(),
             resume=None,
             out=None,

@@ -13,8 +13,7 @@ from git_repository import Repository
 from record_factory import CPU, ok, workload
 
 from attnbench.cli import execute
-from attnbench.comparing.history import Key, Point, Series, Trend
-from attnbench.comparing.history_text import closing, sparkline
+from attnbench.comparing.history import CommitPoint, CommitSeries, Key, Trend, closing, sparkline
 from attnbench.results.run_file import Header, RunWriter
 
 COMMITS = 16
@@ -77,7 +76,7 @@ def test_commits_that_the_clone_lacks_fall_back_to_time(repository: Repository, 
     write_run(repository.path / "runs/m/odd.jsonl", "0123456789ab", 1e6, 27)
     assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "1 commits are not in this clone; their series are in order of time" in err
+    assert "1 commits are not in this clone; their series are ordered by time" in err
     created = [point["created"] for point in json.loads(out)["trends"][0]["series"]["points"]]
     assert created == sorted(created)
 
@@ -90,7 +89,7 @@ def test_runs_without_anchors_are_left_out_with_the_reason(
     assert execute(["history", "bare.jsonl"]) == 0
     out = capsys.readouterr().out
     assert "2 records left out: its run has no anchor.matmul and no anchor.copy for this workload." in out
-    assert "There is no series" in out
+    assert "There is no history to show" in out
 
 
 def test_baselines_are_points_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -117,7 +116,7 @@ def test_wrong_names_and_broken_files(
     write_run(tmp_path / "runs/good.jsonl", "aaaaaaaaaaaa", 1e6, 1)
     (tmp_path / "runs/bad.jsonl").write_text("nonsense\n")
     assert execute(["history", "--impl", "torch.fa3"]) == 2
-    assert 'no record is of "torch.fa3"' in capsys.readouterr().err
+    assert 'no record matches "torch.fa3"' in capsys.readouterr().err
     assert execute(["history"]) == 0
     assert "warning: runs/bad.jsonl, line 1" in capsys.readouterr().err
     assert execute(["history", "runs/bad.jsonl"]) == 2
@@ -133,9 +132,9 @@ def test_the_sparkline_shows_steps_and_not_noise():
 
 def test_steady_series_say_so():
     pytest.importorskip("ruptures")
-    points = tuple(Point(commit=f"c{n}", created=str(n), value=0.0) for n in range(8))
+    points = tuple(CommitPoint(commit=f"c{n}", created=str(n), value=0.0) for n in range(8))
     key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
-    trend = Trend(Series(key=key, workload=workload(), machine="m", points=points), ())
+    trend = Trend(CommitSeries(key=key, workload=workload(), machine="m", points=points), ())
     assert closing([trend], lambda trend, change: "") == "No step of 2 % or more in 1 series."
 
 

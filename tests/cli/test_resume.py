@@ -17,10 +17,10 @@ from fake_lab import FakeLab
 from record_factory import ok, workload
 
 from attnbench.cli import execute
-from attnbench.cli.order import store_request
 from attnbench.errors import UsageError
 from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.run.launch import Request
+from attnbench.run.resume import store_request
 
 EVIL = "from pathlib import Path\nPath('executed').touch()\ndef f(q, k, v):\n    return v\n"
 HOLDER = """
@@ -69,8 +69,8 @@ def test_nothing_that_only_a_file_names_is_imported(
     out, err = capsys.readouterr()
     told = " ".join(err.split())
     assert out == ""
-    assert f"functions that only this file names: {reference}." in told
-    assert f"name it again: attnbench run --resume r.jsonl --impl {reference}" in told
+    assert f"functions that the command does not name: {reference}." in told
+    assert f"If you trust it, run: attnbench run --resume r.jsonl --impl {reference}" in told
     assert not Path("executed").exists()
     assert "evil_module" not in sys.modules
 
@@ -114,9 +114,9 @@ def test_a_file_does_not_decide_where_traces_go_nor_how_long_a_cell_may_hang(
     assert (request.trace, request.timeout_s, request.in_process) == (None, 300.0, False)
     assert not (strange / "planted").exists()
     told = " ".join(capsys.readouterr().err.split())
-    assert "planted/traces of r.jsonl is not taken over: give --trace again if it is wanted" in told
-    assert "timeout_s = 1000000000.0 of r.jsonl is not taken over: give --timeout again" in told
-    assert "in_process = True of r.jsonl is not taken over" in told
+    assert "planted/traces in r.jsonl is ignored: give --trace again to use it" in told
+    assert "timeout_s = 1000000000.0 in r.jsonl is ignored: give --timeout again" in told
+    assert "in_process = True in r.jsonl is ignored" in told
 
 
 def test_the_command_line_decides_them(lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str]):
@@ -153,8 +153,8 @@ ADDED = ["--impl", "evil.py:f", "--against", "torch.eager", "--seq-len", "32", "
 
 def proposed(err: str) -> list[str]:
     """The words of the command that an interrupted run ends with."""
-    (line,) = (line for line in err.splitlines() if "Go on with: " in line)
-    program, *words = shlex.split(line.partition("Go on with: ")[2])
+    (line,) = (line for line in err.splitlines() if "Continue with: " in line)
+    program, *words = shlex.split(line.partition("Continue with: ")[2])
     assert program == "attnbench"
     return words
 
@@ -174,7 +174,7 @@ def test_a_function_that_a_resumed_run_added_must_not_change_either(
     (strange / "evil.py").write_text(EVIL + "# faster\n")
     capsys.readouterr()
     assert execute(["run", "--resume", "r.jsonl", *again, "--quiet"]) == 2
-    assert "evil.py has changed since r.jsonl was begun" in " ".join(capsys.readouterr().err.split())
+    assert "evil.py has changed since r.jsonl began" in " ".join(capsys.readouterr().err.split())
     assert Path("r.jsonl").read_bytes() == kept
     (strange / "evil.py").write_text(EVIL)
     assert execute(["run", "--resume", "r.jsonl", *again, "--quiet"]) in (0, 3)
@@ -185,7 +185,7 @@ def test_two_functions_do_not_share_a_name_in_one_file(lab: FakeLab, strange: Pa
     write_run(Path("r.jsonl"), implementations=["torch.sdpa", "evil.py:f"])
     assert execute(["run", "--resume", "r.jsonl", "--impl", "other.py:f", "--seq-len", "32"]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "r.jsonl calls evil.py:f f, and would call other.py:f the same" in told
+    assert "r.jsonl uses the name f for evil.py:f, and other.py:f would get the same name" in told
     assert lab.requests == []
     assert execute(["run", "--resume", "r.jsonl", "--impl", "other.py:g", "--seq-len", "32", "--quiet"]) == 0
     assert execute(["run", "--resume", "r.jsonl", "--impl", "evil_module:g", "--seq-len", "32", "--quiet"]) == 2
@@ -206,7 +206,9 @@ def test_times_of_a_file_that_nobody_named_are_told_of(lab: FakeLab, strange: Pa
     writer.write([ok("f", [1e6, 1e6], workload(32))])
     writer.close()
     assert execute(["run", "--resume", "r.jsonl", *ADDED]) == 0
-    assert "holds times of f and does not say of which file" in " ".join(capsys.readouterr().err.split())
+    assert "holds times of f but not its source file: the function may have changed since" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize("finished", [0, 1])
@@ -241,7 +243,7 @@ def test_a_long_command_is_proposed_on_one_line(lab: FakeLab, strange: Path, cap
     path = out.strip().splitlines()[-1]
     assert proposed(err) == ["run", "--resume", path, "--impl", reference]
     assert execute(["show", path]) == 0
-    assert f"`attnbench run --resume {path} --impl {reference}` goes on" in capsys.readouterr().err
+    assert f"`attnbench run --resume {path} --impl {reference}` continues it" in capsys.readouterr().err
 
 
 def test_a_request_that_was_resumed_twice_is_run_once(lab: FakeLab, strange: Path):
@@ -261,7 +263,7 @@ def test_what_was_added_is_listed_and_told_of_too(lab: FakeLab, strange: Path, c
     assert execute(["show", "r.jsonl"]) == 0
     told = capsys.readouterr().err
     assert "r.jsonl ended before 2 of its 4 shapes" in told
-    assert "`attnbench run --resume r.jsonl --impl evil.py:f --timeout 12` goes on" in told
+    assert "`attnbench run --resume r.jsonl --impl evil.py:f --timeout 12` continues it" in told
     assert execute(["run", "--resume", "r.jsonl", "--impl", "evil.py:f", "--list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 2 + 4
@@ -331,6 +333,20 @@ def test_listing_leaves_a_torn_line_alone_and_resuming_repairs_it(lab: FakeLab, 
     assert execute(["run", "--resume", "r.jsonl", "--quiet"]) == 0
     assert Path("r.jsonl").read_bytes().startswith(whole + b'{"line":"environment"')
     read_run(Path("r.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "option", [("--budget", "0.1"), ("--threads", "1"), ("--seed", "3"), ("--against", "torch.sdpa")]
+)
+def test_options_of_measuring_alone_add_nothing_and_are_refused(
+    lab: FakeLab, strange: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
+):
+    """They meant the whole default suite, which was written into the file."""
+    write_run(Path("r.jsonl"))
+    before = Path("r.jsonl").read_bytes()
+    assert execute(["run", "--resume", "r.jsonl", *option]) == 2
+    assert f"leave out {option[0]}, or name a suite" in " ".join(capsys.readouterr().err.split())
+    assert Path("r.jsonl").read_bytes() == before
 
 
 def test_a_second_writer_of_this_very_process_is_refused_too(strange: Path):

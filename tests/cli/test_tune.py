@@ -43,7 +43,7 @@ def test_it_closes_in_on_the_crossing(lab: fake_lab.FakeLab, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert "torch.sdpa instead of torch.eager" in out
     assert f"{len(asked)} rounds" in err
-    assert "nothing is left to sharpen." in err
+    assert "no further measurement would improve the policy." in err
     assert "not measured" not in err
     assert "wrote mine.json" in err
     files = sorted((tmp_path / "runs").rglob("*.jsonl"))
@@ -59,7 +59,7 @@ def test_a_policy_that_is_written_over_is_told(lab: fake_lab.FakeLab, capsys: py
     assert execute(few) == 0
     assert "wrote policy.json\n" in capsys.readouterr().err
     assert execute(few) == 0
-    assert "wrote policy.json, which held 2 entries\n" in capsys.readouterr().err
+    assert "wrote policy.json, replacing a policy of 2 entries\n" in capsys.readouterr().err
 
 
 def test_the_time_is_kept_to(
@@ -125,7 +125,7 @@ def test_json_is_one_document(lab: fake_lab.FakeLab, capsys: pytest.CaptureFixtu
     assert execute(["tune", *FEW, "--json"]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert document["end"] == "nothing is left to sharpen"
+    assert document["end"] == "no further measurement would improve the policy"
     assert len(document["runs"]) == len(lab.requests)
     assert err == ""
 
@@ -181,9 +181,9 @@ def test_configs_that_may_not_be_chosen_are_not_measured(lab: fake_lab.FakeLab, 
 
 def test_nothing_that_may_be_chosen(lab: fake_lab.FakeLab, capsys: pytest.CaptureFixture[str]):
     assert execute(["tune", *FEW, "--only", "torch.sdpa", "jax.xla"]) == 2
-    assert "--only jax.xla: nothing that would be measured is called so" in capsys.readouterr().err
+    assert "--only jax.xla matches nothing that would be measured" in capsys.readouterr().err
     assert execute(["tune", *FEW, "--forbid", "torch"]) == 2
-    assert "nothing may be chosen (without torch)." in capsys.readouterr().err
+    assert "the constraints leave nothing to choose from (without torch)." in capsys.readouterr().err
     assert lab.requests == []
 
 

@@ -66,7 +66,7 @@ def test_only_update_replaces(tmp_path: Path):
     assert again.written == ()
     ((cell, reason),) = again.skipped
     assert cell == f"torch.sdpa/{workload().id}"
-    assert reason == "has a baseline of abc123abc123 already: `attnbench baseline update` replaces it"
+    assert reason == "already has a baseline (abc123abc123): `attnbench baseline update` replaces it"
     found = find(tmp_path, HERE, "torch.sdpa", workload())
     assert found is not None
     assert found.record.time is not None
@@ -111,7 +111,7 @@ def test_what_has_no_time_is_skipped_with_the_reason(tmp_path: Path):
     assert [reason for _, reason in done.skipped] == [
         "unsupported: needs cuda",
         "incorrect: off by 3",
-        "verified, not timed",
+        "verified but not timed",
         "its run has no anchors (a matrix product and a copy) for this workload",
     ]
     assert list(tmp_path.iterdir()) == []
@@ -119,12 +119,16 @@ def test_what_has_no_time_is_skipped_with_the_reason(tmp_path: Path):
 
 def test_missing_says_what_makes_one(tmp_path: Path):
     told = why_missing(tmp_path, HERE, "torch.sdpa", workload())
-    assert told.startswith(f"there is no baseline of torch.sdpa/{workload().id}")
-    assert "`attnbench baseline save latest` make one" in told
+    assert told.startswith(f"there is no baseline for torch.sdpa/{workload().id}")
+    assert (
+        "make one with `attnbench run --impl torch.sdpa` at this shape, then `attnbench baseline save latest`" in told
+    )
     save(records(environment=OTHER), tmp_path)
     told = why_missing(tmp_path, HERE, "torch.sdpa", workload())
-    assert "of another machine (cores, threads differ)" in told
-    assert "`attnbench baseline save latest` make one" in told
+    assert "from another machine (cores, threads differ)" in told
+    assert (
+        "make one with `attnbench run --impl torch.sdpa` at this shape, then `attnbench baseline save latest`" in told
+    )
 
 
 def test_a_newer_schema_asks_for_an_upgrade(tmp_path: Path):
@@ -154,7 +158,7 @@ def test_a_baseline_of_another_attnbench_is_told_apart_from_one_of_another_machi
     save(records(environment=old), tmp_path)
     assert find(tmp_path, new, "torch.sdpa", workload()) is None
     told = why_missing(tmp_path, new, "torch.sdpa", workload())
-    assert "was measured by attnbench 0.1.0, the run by 0.1.0 (estimator 2): `attnbench run" in told
+    assert "was measured by attnbench 0.1.0, the run by 0.1.0 (estimator 2): make one with `attnbench run" in told
     assert "another machine" not in told
 
 

@@ -225,7 +225,7 @@ def test_a_build_that_edits_the_other_worktree_is_refused(repository):
     repository.write("attnbench.toml", 'framework = "numpy"\nbuild = "sh build.sh"\n')
     repository.commit("an innocent build", "build.sh", "true\n")
     repository.commit("a build that helps itself", "build.sh", build)
-    with pytest.raises(UsageError, match=r"fast.py of HEAD~1 changed after it was built"):
+    with pytest.raises(UsageError, match=r"fast.py of HEAD~1 changed after the build"):
         run(repository)
     assert repository.worktrees() == 1
 
@@ -240,7 +240,7 @@ def test_sources_that_change_while_they_are_measured_leave_no_verdict(repository
     monkeypatch.setattr(gating._Gate, "_case", edit)
     report = run(repository)
     assert report.outcome == "untrusted"
-    assert any("fast.py of HEAD~1 changed while it was measured" in warning for warning in report.warnings)
+    assert any("fast.py of HEAD~1 changed during the measurement" in warning for warning in report.warnings)
     assert "Untrusted: see the warnings" in verdict(report)
 
 
@@ -248,7 +248,7 @@ def test_names_that_are_no_code_of_the_repository_never_pass(repository):
     repository.commit("nothing new", "other.py", "")
     report = run(repository, name="numpy.float32")
     assert [case.status for case in report.cases] == ["inconclusive"]
-    assert "nothing of this repository would be measured" in report.cases[0].reason
+    assert "none of this repository's code would be measured" in report.cases[0].reason
     assert report.outcome != "pass"
 
 
@@ -312,7 +312,7 @@ def test_a_gate_that_writes_into_the_working_tree_is_trusted_again_and_again(rep
         assert not any("out/gate" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("changed, differs", [("measuring/block.py", True), ("impls/mine.py", False)])
+@pytest.mark.parametrize("changed, differs", [("measuring/sampling.py", True), ("impls/mine.py", False)])
 def test_refs_that_measure_in_different_ways_are_not_judged_by_time(repository, monkeypatch, changed, differs):
     for name in ("__init__.py", "run/worker.py"):
         repository.write(f"src/attnbench/{name}", "")
@@ -325,7 +325,10 @@ def test_refs_that_measure_in_different_ways_are_not_judged_by_time(repository, 
         report = run(repository)
         expected = "inconclusive" if differs and status != "wrong" else status
         assert report.cases[0].status == expected
-        assert any(f"{changed} of attnbench itself differ" in text for text in report.warnings) == differs
+        assert (
+            any(f"own measuring code differs between HEAD~1 and HEAD ({changed})" in text for text in report.warnings)
+            == differs
+        )
     with comparing.refs("HEAD~1", "HEAD", repository.path) as both:
         assert bool(comparing.harness_notes(*both)) == differs
 
@@ -377,7 +380,7 @@ def test_a_kernel_that_cannot_do_the_usual_control_has_one_of_its_own(repository
 
 def test_a_budget_that_is_none_is_refused(repository):
     repository.commit("second")
-    with pytest.raises(UsageError, match="budget_s must be positive"):
+    with pytest.raises(UsageError, match="budget_s must be a finite number of seconds above 0"):
         run(repository, budget_s=0.0)
 
 
@@ -415,7 +418,7 @@ def test_two_gates_at_once_refuse_each_other(repository):
             "A/A control failed",
         ),
         ([], "untrusted", "no implementation of the baseline could be timed"),
-        (SILENT, "inconclusive", "no control gave an answer"),
+        (SILENT, "inconclusive", "all controls were inconclusive"),
     ],
 )
 def test_without_a_good_control_a_gate_is_not_trusted(repository, monkeypatch, controls, outcome, warning):
@@ -593,7 +596,7 @@ def test_functions_of_one_name_and_two_files_are_not_compared(tmp_path, before, 
         report = gate_stored(baseline, new, lambda implementation, workload: 0.01, "inconclusive")
         (case,) = report.cases
         assert case.status == ("regression" if is_one else "no_baseline")
-        assert is_one or case.reason.endswith(f"another function by that name: of {before}, this one is of {now}")
+        assert is_one or case.reason.endswith(f"another function of that name, from {before}: this one is from {now}")
     save(records, tmp_path / "older")  # of a version that did not write it down
     older = gate_stored(tmp_path / "older", new, lambda implementation, workload: 0.01, "inconclusive")
     assert older.cases[0].status == "regression"

@@ -16,8 +16,7 @@ from record_factory import incorrect, ok, unsupported, workload
 from rich.console import Console
 
 from attnbench.comparing.gate_cases import case_of, confirm, geomean, holm, judge, load_thresholds, p_slower, with_holm
-from attnbench.comparing.gate_markdown import markdown
-from attnbench.comparing.gate_text import print_gate
+from attnbench.comparing.gate_text import markdown, print_gate
 from attnbench.comparing.statistics import decide
 from attnbench.comparison import FLOOR, Case, Comparison, Control, Estimate, Verdict
 from attnbench.errors import BrokenFile
@@ -186,7 +185,7 @@ def test_confirm_corrects_over_all_second_stages():
     among = confirm([case(weak, weak)] * 4)
     assert {one.status for one in among} == {"inconclusive"}
     assert all(one.p_holm == pytest.approx(0.016) for one in among)
-    assert "chance over 4 cases" in among[0].reason
+    assert "may be due to chance among 4 cases" in among[0].reason
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,7 @@ SILENT_FIVE = Control(name="+5 %", passed=False, comparison=compared("inconclusi
 def test_a_pass_needs_a_control_that_says_something(controls: list[Control], outcome: str):
     judgement = judge([case(SAME)], controls)
     assert judgement.outcome == outcome
-    assert ("no control gave an answer" in " ".join(judgement.warnings)) == (outcome == "inconclusive")
+    assert ("all controls were inconclusive" in " ".join(judgement.warnings)) == (outcome == "inconclusive")
     assert judge([case(SAME)], controls, on_inconclusive="pass").outcome == "pass"
     assert judge([case(SLOWER, SLOWER)], controls).outcome == "fail"
 
@@ -372,7 +371,7 @@ def test_without_a_file_the_floor_is_everywhere_the_same():
 
 
 WRONG = [
-    ('[[case]]\nfloor = 0.005\nreason = "quiet"\n', 2, "below 0.01: floors go only upward"),
+    ('[[case]]\nfloor = 0.005\nreason = "quiet"\n', 2, "below 0.01: a floor can only be raised"),
     ('[[case]]\nreason = "percent"\nfloor = 3.0\n', 3, "write 0.03 for 3 %"),
     ("[[case]]\nfloor = 0.03\n", 1, "missing required field `reason`"),
     ('[[case]]\nfloor = 0.03\nreason = " "\n', 3, "reason is empty"),
@@ -380,7 +379,7 @@ WRONG = [
     ('[[case]]\nfloor = 0.03\nreason = "a"\nworklod = "*"\n', 4, "unknown field `worklod`"),
     ("[[cases]]\nfloor = 0.03\n", 1, "write [[case]] tables"),
     ('[case]\nfloor = 0.03\nreason = "a"\n', 1, "two brackets"),
-    ("[[case]]\nfloor = = 1\n", 2, "no valid TOML"),
+    ("[[case]]\nfloor = = 1\n", 2, "not valid TOML"),
 ]
 
 

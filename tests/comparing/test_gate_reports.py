@@ -15,8 +15,7 @@ from record_factory import workload
 from rich.console import Console
 
 from attnbench.comparing.ci_files import command, junit, workflow_commands, write_ci
-from attnbench.comparing.gate_markdown import LIMIT, MARKER, clean, markdown
-from attnbench.comparing.gate_text import print_gate
+from attnbench.comparing.gate_text import LIMIT, MARKER, clean, markdown, print_gate
 from attnbench.comparing.text import print_comparison, sentence
 from attnbench.comparison import Control, GateReport
 from attnbench.errors import UsageError
@@ -31,7 +30,7 @@ EVERYTHING = report(
     case("wrong", "mine", reason="gradient of K: 14 x the error allowed"),
     case("regression", "torch.dilated", culprit="3f2c1ab"),
     outcome="fail",
-    warnings=("underpowered: the +5 % control was not found",),
+    warnings=("underpowered: the +5 % control was not detected",),
 )
 
 
@@ -134,7 +133,7 @@ def test_a_clean_gate_says_so():
 def test_an_untrusted_gate_names_the_control():
     text = text_of(print_gate, report(case(), outcome="untrusted", controls=controls(aa=False)))
     assert "a/a slower 1.040 (1.030-1.050) in 14.0 s ✗" in text
-    assert "Untrusted: the a/a control failed, so nothing here counts" in text
+    assert "Untrusted: the a/a control failed, so no verdict here is valid" in text
     assert text.endswith("exit 5\n")
 
 
@@ -222,7 +221,9 @@ def test_the_page_never_exceeds_what_a_comment_may_hold(fill: str):
     page = markdown(report(*passes, *rows, outcome="fail", warnings=(fill * 500,) * 40))
     assert len(page.encode("utf-16-le")) / 2 <= LIMIT
     assert "1500 passed" in page
-    assert page.count("**wrong**") + int((re.search(r"(\d+) more of these are left out", page) or [0, 0])[1]) == 20
+    assert (
+        page.count("**wrong**") + int((re.search(r"(\d+) more of these are not shown here", page) or [0, 0])[1]) == 20
+    )
     assert "30 more warnings" in page
 
 
@@ -231,11 +232,11 @@ def test_passes_go_before_rows_and_their_number_is_said():
     page = markdown(report(*passes, case("regression"), outcome="fail"))
     kept = len(re.findall(r"torch\.pass-\d+", page))
     assert 0.9 * LIMIT < len(page) <= LIMIT
-    assert f"{1500 - kept} are left out here" in page
+    assert f"{1500 - kept} are not shown here" in page
     assert "**slower**" in page
     many = markdown(report(case(), *[case("regression") for _ in range(1500)], outcome="fail"))
-    assert "1 are left out" in many.partition("<details>")[2]
-    assert f"{1500 - many.count('**slower**')} more of these are left out" in many
+    assert "1 are not shown here" in many.partition("<details>")[2]
+    assert f"{1500 - many.count('**slower**')} more of these are not shown here" in many
 
 
 # annotations
@@ -272,7 +273,7 @@ def test_an_untrusted_gate_is_annotated_once():
     )
     assert told == ["::warning title=attnbench gate::untrusted: x"]
     assert lines == [
-        "::warning title=attnbench gate::Untrusted: the a/a control failed, so nothing here counts "
+        "::warning title=attnbench gate::Untrusted: the a/a control failed, so no verdict here is valid "
         "(no regression in 1 case (Holm, 1 %25))"
     ]
 

@@ -10,20 +10,29 @@ import pytest
 from record_factory import CPU, ok, unsupported, workload
 
 from attnbench.comparing import history
-from attnbench.comparing.history import Key, Point, Series, Source, Trend, find_changes, gather
-from attnbench.comparing.history_text import _rows, closing
+from attnbench.comparing.history import (
+    CommitPoint,
+    CommitSeries,
+    HistoryFile,
+    Key,
+    Trend,
+    _rows,
+    closing,
+    find_changes,
+    gather,
+)
 
 NAMES = ("anchor.matmul", "anchor.copy")
 
 
-def source(commit: str, time: float, machine: float = 1.0, created: str = "", **fields) -> Source:
+def source(commit: str, time: float, machine: float = 1.0, created: str = "", **fields) -> HistoryFile:
     """A run whose machine is `machine` times as slow as usual."""
     environment = msgspec.structs.replace(CPU, commit=commit, **fields)
     cell = ok("torch.sdpa", [time * machine] * 3, environment=environment)
     anchors = [
         ok(name, [ns * machine] * 3, environment=environment) for name, ns in zip(NAMES, (1e5, 4e5), strict=True)
     ]
-    return Source(created or f"2026-01-01T00:00:{ord(commit[-1]) if commit else 0:02d}", [cell, *anchors])
+    return HistoryFile(created or f"2026-01-01T00:00:{ord(commit[-1]) if commit else 0:02d}", [cell, *anchors])
 
 
 def test_the_value_is_the_ratio_to_the_anchors_whatever_the_machine_does():
@@ -67,9 +76,9 @@ def test_a_run_with_uncommitted_changes_stands_for_no_commit():
 
 
 def test_functions_of_one_name_and_two_files_are_two_series():
-    def of(place: str, time: float) -> Source:
+    def of(place: str, time: float) -> HistoryFile:
         made = source("a", time, created=f"{place} {time}")
-        return Source(made.created, made.records, {"torch.sdpa": place} if place else {})
+        return HistoryFile(made.created, made.records, {"torch.sdpa": place} if place else {})
 
     spelled = [of("alice.py", 1e6), of("./alice.py", 2e6), of("/home/me/alice.py", 3e6), of("", 4e6)]
     (series,), _ = gather(spelled, per_run=True)
@@ -84,7 +93,7 @@ def test_another_fingerprint_or_clock_starts_another_series():
     cell, *anchors = source("d", 1e6).records
     assert cell.time is not None
     other_clock = msgspec.structs.replace(cell, time=msgspec.structs.replace(cell.time, clock="cpu"))
-    runs.append(Source("9", [other_clock, *anchors]))
+    runs.append(HistoryFile("9", [other_clock, *anchors]))
     series, _ = gather(runs)
     assert sorted(len(one.points) for one in series) == [1, 1, 2]
     assert len({one.key.fingerprint for one in series}) == 2
@@ -102,7 +111,7 @@ def test_anchors_from_another_framework_start_another_series():
     runs = [source("a", 1e6), source("b", 1e6)]
     cell, *anchors = runs[1].records
     jax = msgspec.structs.replace(CPU, commit="b", packages={"jax": "0.10"})
-    runs[1] = Source("2", [cell, *(msgspec.structs.replace(one, environment=jax) for one in anchors)])
+    runs[1] = HistoryFile("2", [cell, *(msgspec.structs.replace(one, environment=jax) for one in anchors)])
     series, _ = gather(runs)
     assert [len(one.points) for one in series] == [1, 1]
 
@@ -110,19 +119,21 @@ def test_anchors_from_another_framework_start_another_series():
 def test_missing_anchors_exclude_with_a_reason():
     cell, matmul, copy = source("a", 1e6).records
     elsewhere = msgspec.structs.replace(copy, workload=workload(256))
-    series, excluded = gather([Source("1", [cell, matmul, elsewhere, unsupported("torch.fa3", "no")])])
+    series, excluded = gather([HistoryFile("1", [cell, matmul, elsewhere, unsupported("torch.fa3", "no")])])
     assert series == []
     ((cell_id, created, reason),) = [(one.cell, one.created, one.reason) for one in excluded]
     assert (cell_id, created) == (cell.cell.id, "1")
     assert reason == "its run has no anchor.copy for this workload"
-    _, excluded = gather([Source("1", [cell])])
+    _, excluded = gather([HistoryFile("1", [cell])])
     assert excluded[0].reason == "its run has no anchor.matmul and no anchor.copy for this workload"
 
 
-def series_of(values: np.ndarray) -> Series:
-    points = tuple(Point(commit=f"c{n:02d}", created=str(n), value=float(value)) for n, value in enumerate(values))
+def series_of(values: np.ndarray) -> CommitSeries:
+    points = tuple(
+        CommitPoint(commit=f"c{n:02d}", created=str(n), value=float(value)) for n, value in enumerate(values)
+    )
     key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
-    return Series(key=key, workload=workload(), machine="m", points=points)
+    return CommitSeries(key=key, workload=workload(), machine="m", points=points)
 
 
 def stepped(ratio: float, at: int = 12) -> np.ndarray:

@@ -13,7 +13,7 @@ from git_repository import Repository
 
 from attnbench.comparing.refs import BuildFailed, checkout
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.git import commit_order, commits_between, is_dirty, is_repository, merge_base
+from attnbench.run.git import changes, commit_order, commits_between, is_repository, merge_base
 
 
 @pytest.fixture
@@ -82,19 +82,19 @@ def test_the_working_tree_as_it_is(repository: Repository):
 
 
 def test_a_dirty_tree_is_told_of(repository: Repository):
-    assert not is_dirty(repository.path)
+    assert not changes(repository.path)
     repository.write("__pycache__/code.pyc", "")
-    assert not is_dirty(repository.path)
+    assert not changes(repository.path)
     repository.write("kernels/new kernel.py", "")
-    assert is_dirty(repository.path), "a new file is imported like any other"
+    assert changes(repository.path), "a new file is imported like any other"
     with checkout(".", repository.path) as ref:
         assert ref.dirty
-    unknown = 'kernels/new kernel.py of the working tree, which git does not know, is not in HEAD: "." takes it'
+    unknown = 'HEAD does not contain kernels/new kernel.py, which git does not track: "." includes it'
     with checkout("HEAD", repository.path) as ref:
         assert ref.notes == (unknown,)
     repository.write("code.py", "value = 3\n")
     with checkout("HEAD", repository.path) as ref:
-        known = 'the uncommitted changes of the working tree are not in HEAD: "." takes them'
+        known = 'HEAD does not contain the uncommitted changes of the working tree: "." includes them'
         assert ref.notes == (known, unknown)
         assert not ref.dirty
     with checkout("HEAD~1", repository.path) as ref:
@@ -176,7 +176,7 @@ def test_unrelated_histories(repository: Repository):
 def test_no_repository_a_bare_one_and_an_empty_one(repository: Repository, tmp_path: Path):
     assert is_repository(repository.path)
     assert not is_repository(tmp_path)
-    with pytest.raises(UsageError, match="is in no git repository"):
+    with pytest.raises(UsageError, match="is not in a git repository"):
         checkout("main", tmp_path).__enter__()
     repository.git("clone", "--quiet", "--bare", str(repository.path), str(tmp_path / "bare"))
     with pytest.raises(UsageError, match="bare repository"):
@@ -247,6 +247,15 @@ with checkout("HEAD", Path(sys.argv[1])) as ref:
 """
 
 
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that no other process tidies."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
 def killed_checkout(repository: Repository) -> Path:
     """A process that is killed while it has a ref checked out; returns the worktree that it leaves."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(repository.path)], capture_output=True, text=True)
@@ -256,12 +265,7 @@ def killed_checkout(repository: Repository) -> Path:
     return left
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_what_a_killed_process_left_is_removed_by_the_next(repository: Repository, temporary_folder: Path):
     left = killed_checkout(repository)
     with checkout("HEAD~1", repository.path) as live:
         assert not left.parent.exists()
@@ -269,7 +273,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(
         with checkout("HEAD", repository.path):
             assert live.path.is_dir(), "its owner lives"
     assert repository.worktrees() == 1
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list(temporary_folder.iterdir())
 
 
 def test_a_worktree_whose_folder_is_gone_is_unregistered_and_no_one_elses(repository: Repository, tmp_path: Path):
@@ -339,7 +343,7 @@ def test_a_file_that_a_later_build_touches_is_noticed(repository: Repository):
         old.require_intact()
         assert old.altered() == []
         (old.path / "unforeseen.py").write_text("")
-        with pytest.raises(UsageError, match=r"unforeseen.py of HEAD changed after it was built"):
+        with pytest.raises(UsageError, match=r"unforeseen.py of HEAD changed after the build"):
             old.require_intact()
         assert old.altered() == [], "a cache beside the sources, say"
         (old.path / "built").write_text("2\n")
@@ -367,14 +371,14 @@ def test_the_working_tree_is_watched_too(repository: Repository):
 
 def test_a_build_that_changes_its_own_sources_is_told(repository: Repository):
     with checkout("HEAD", repository.path, "echo 3 > code.py") as ref:
-        assert ref.notes == ("the build of HEAD has changed code.py, which git knows",)
+        assert ref.notes == ("the build of HEAD changed files that git tracks: code.py",)
         ref.require_intact()
 
 
 def test_folders_outside_the_ref_are_not_its_code(repository: Repository, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir()
     for outside in (str(repository.path), "..", str(tmp_path / "elsewhere")):
-        with pytest.raises(UsageError, match="is not in HEAD, and its code would count as that of every ref"):
+        with pytest.raises(UsageError, match="is not in HEAD, so every ref would import the same code from it"):
             checkout("HEAD", repository.path, None, [outside]).__enter__()
     (repository.path / "lib").symlink_to(tmp_path / "elsewhere")
     repository.git("add", "lib")

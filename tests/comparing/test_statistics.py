@@ -181,7 +181,7 @@ def test_one_launch_proves_nothing_and_is_still_json():
 def test_no_launch_at_all():
     assert decide([], METRICS).verdict is None
     assert decide([Launch(a=(), b=())], METRICS, last=True).verdict == "inconclusive"
-    with pytest.raises(ValueError, match="nothing to estimate"):
+    with pytest.raises(ValueError, match="nothing can be estimated"):
         estimate([], "wall", 0.05)
 
 

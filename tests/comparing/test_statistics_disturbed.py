@@ -133,7 +133,7 @@ def test_a_budget_that_leaves_no_room_to_confirm_is_inconclusive():
     first = flat(0.05, 0.051, 0.052, 0.049, 0.05, 0.048)
     decision = confirmed(first, first[:2])
     assert decision.verdict == "inconclusive"
-    assert any("the budget ended before that could be confirmed" in note for note in decision.notes)
+    assert any("the budget ended before fresh processes could confirm it" in note for note in decision.notes)
 
 
 def test_only_large_and_sure_differences_need_no_confirmation():

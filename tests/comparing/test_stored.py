@@ -86,7 +86,7 @@ def test_times_are_left_out_and_the_rest_survives_json():
     [
         (cell(time=None), anchors(), "verified but not timed in the current run"),
         (cell(), anchors()[:1], "the current run has no times of anchor.copy"),
-        (cell(time=timing(noisy(1e6, 3), clock="kernel")), anchors(), "torch.x was not measured alike"),
+        (cell(time=timing(noisy(1e6, 3), clock="kernel")), anchors(), "torch.x was measured differently"),
         (cell(), [replace(one, environment=replace(CPU, framework="jax")) for one in anchors()], "jax"),
     ],
 )
@@ -110,7 +110,7 @@ def test_shaky_times_only_keep_nothing_changed_from_being_said(factor: float, ve
     of_a, of_b = ([shaken(one) for one in anchors(seed=seed)] for seed in (0, 30))
     found = compare_records(cell(), cell(1e6 * factor, 20), of_a, of_b)
     assert found.verdict == verdict
-    assert ("anchor.matmul is only known to ±11%" in found.reason) == (verdict == "inconclusive")
+    assert ("the time of anchor.matmul is known only to ±11%" in found.reason) == (verdict == "inconclusive")
 
 
 def test_a_wide_interval_that_clears_the_floor_is_a_verdict_and_one_that_does_not_is_none():
@@ -137,11 +137,11 @@ def test_one_measurement_against_itself_is_the_same_in_either_order(record: Ok):
 def test_an_inconclusive_case_says_what_was_in_the_way():
     shaky = only(cases_of_runs([cell(), *anchors()], [shaken(cell(1e6, 20)), *anchors(1.0, 30)]))
     assert (shaky.status, shaky.reason) == ("inconclusive", shaky.first and shaky.first.reason)
-    assert shaky.reason.startswith("torch.x is only known to ±11%: measure both again")
+    assert shaky.reason.startswith("the time of torch.x is known only to ±11%: measure both again")
     near = only(cases_of_runs([cell(), *anchors()], [cell(1.12e6, 20), *anchors(1.0, 30, copy=1.12)]))
     assert near.reason.startswith("could have seen ")
     short = ok("torch.x", None, time=replace(timing([1e6, 3e6]), ci95_ns=(1.9e6, 2.1e6)))
-    assert "vary too much to tell anything: measure both again" in only(runs([short])).reason
+    assert "vary too much for a verdict: measure both again" in only(runs([short])).reason
 
 
 def runs(current: list[Record], baseline: list[Record] | None = None) -> list[Case]:
@@ -181,7 +181,7 @@ def test_cells_of_one_run_only():
     told = {one.implementation: (one.status, one.reason) for one in found}
     assert told["torch.new"] == ("no_baseline", "not in the baseline run")
     assert told["torch.old"][0] == "missing"
-    assert "ok in the baseline, but not in the current run: measure it too" in told["torch.old"][1]
+    assert "ok in the baseline, but not in the current run: measure it, or remove" in told["torch.old"][1]
     assert told["torch.x"][0] == "pass"
 
 
@@ -212,7 +212,7 @@ EVENTS = timing(noisy(1.5e6, 20), clock="events")
 @pytest.mark.parametrize(
     "b, of_b, told",
     [
-        (cell(time=EVENTS), anchors(1.0, 30), "was not measured alike in both runs (wall and events)"),
+        (cell(time=EVENTS), anchors(1.0, 30), "was measured differently in the two runs (wall and events)"),
         (cell(1.5e6, 20), anchors(1.0, 30)[:1], "the current run has no times of anchor.copy"),
         (cell(time=None), anchors(1.0, 30), "verified but not timed in the current run"),
     ],
@@ -291,7 +291,7 @@ def refusal(baseline: list[Record], current: list[Record]) -> str:
 def test_other_machines_are_refused_by_name(changed: dict[str, object], told: str):
     there = replace(CPU, **changed)
     message = refusal(run(), run(there, there))
-    assert f"of {CELL} {told}" in message
+    assert f"for {CELL}, {told}" in message
     assert "device_name" not in message
 
 
@@ -305,21 +305,21 @@ def test_soft_facts_and_other_frameworks_do_not_matter():
 def test_one_record_of_another_machine_is_enough():
     sound = [record("torch.y"), *run()]
     moved = [record("torch.y"), record(environment=OTHER)]
-    assert f"of {CELL} device_name is Test CPU 9000 in the baseline and Other CPU" in refusal(sound, moved)
-    assert f"of {CELL} device_name is Other CPU in the baseline" in refusal(moved, sound)
+    assert f"for {CELL}, device_name is Test CPU 9000 in the baseline and Other CPU" in refusal(sound, moved)
+    assert f"for {CELL}, device_name is Other CPU in the baseline" in refusal(moved, sound)
 
 
 def test_anchors_are_of_the_machine_they_stand_for():
     assert "the current run mixes machines: device_name of torch.x" in refusal(run(), run(anchors=OTHER))
     mixed = run(OTHER, CPU)
-    assert "is Other CPU and of anchor.matmul beside it Test CPU 9000" in refusal(mixed, mixed)
+    assert "is Other CPU, but that of anchor.matmul beside it is Test CPU 9000" in refusal(mixed, mixed)
     slow_copy = [*run()[:2], record("anchor.copy", replace(CPU, threads=1))]
-    assert "of anchor.copy/" in refusal(run(), slow_copy)
+    assert "for anchor.copy/" in refusal(run(), slow_copy)
 
 
 def test_what_nobody_knows_the_machine_of_is_refused():
-    assert f"the environment of {CELL} in the baseline run is not known" in refusal(run(None, None), run(None, None))
-    assert f"the environment of {CELL} in the current run is not known" in refusal(run(), run(None))
+    assert f"the environment of {CELL} in the baseline run is unknown" in refusal(run(None, None), run(None, None))
+    assert f"the environment of {CELL} in the current run is unknown" in refusal(run(), run(None))
     assert "the environment of anchor.matmul" in refusal(run(), run(anchors=None))
     nameless = replace(CPU, device_name="")
     assert f"the device_name of {CELL}" in refusal(run(nameless, nameless), run(nameless, nameless))

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from attnbench import policy
-from attnbench.dispatch.choice import forget_warnings
-from attnbench.dispatch.order import forget_failures
+from attnbench.dispatch.choice import forget
 from attnbench.dispatch.plan import PLANS
 from attnbench.policy import stack
 
@@ -20,8 +19,7 @@ def _no_policies(monkeypatch):
     monkeypatch.delenv("ATTNBENCH_POLICY", raising=False)
     monkeypatch.delenv("ATTNBENCH_ON_MISS", raising=False)
     policy.forget()
-    forget_warnings()
-    forget_failures()
+    forget()
     PLANS.clear()
     yield
     monkeypatch.undo()

@@ -8,8 +8,8 @@ from dispatch_problem import FRAMEWORKS, SIZES, assert_close, problem, to_framew
 
 import attnbench as ab
 from attnbench import frameworks, reference, registry
+from attnbench.dispatch.choice import order_on, refusal
 from attnbench.dispatch.demand import environment_of
-from attnbench.dispatch.order import order_on, refusal
 from attnbench.errors import InvalidWorkload, UnknownName, Unsupported, UsageError
 
 
@@ -121,7 +121,7 @@ def test_a_named_implementation_is_used_or_refused():
     _, drawn, _ = problem()
     with pytest.raises(Unsupported, match=r"numpy.float32 cannot run .*float64.*: takes float32, not float64"):
         ab.attention(*(x.astype(np.float64) for x in drawn[:3]), impl="numpy.float32")
-    with pytest.raises(Unsupported, match=r"takes jax arrays, these are numpy"):
+    with pytest.raises(Unsupported, match=r"takes jax arrays, not numpy arrays"):
         ab.attention(*drawn[:3], impl="jax.einsum")
     with pytest.raises(NotImplementedError):
         ab.attention(*drawn[:3], impl="torch.fa3")
@@ -170,13 +170,13 @@ def test_arrays_that_do_not_fit_are_refused_in_words(change, says):
 
 def test_wrong_words_are_refused():
     _, drawn, _ = problem()
-    with pytest.raises(InvalidWorkload, match="layout is one of"):
+    with pytest.raises(InvalidWorkload, match="layout must be one of"):
         ab.attention(*drawn[:3], layout="sbhd")
     with pytest.raises(InvalidWorkload, match="heads= given"):
         ab.attention(*turned(drawn[:3], "packed"), layout="packed")
     with pytest.raises(InvalidWorkload, match="heads=5"):
         ab.attention(*turned(drawn[:3], "packed"), layout="packed", heads=5)
-    with pytest.raises(InvalidWorkload, match="lengths names 3 batch rows"):
+    with pytest.raises(InvalidWorkload, match="lengths has 3 batch rows"):
         ab.attention(*drawn[:3], mask=ab.masks.lengths([1, 2, 3]))
     with pytest.raises(UsageError, match=r'such as "torch\.sdpa", not None'):
         ab.attention(*drawn[:3], impl=None)
@@ -245,5 +245,5 @@ def test_explain_without_a_pick():
 def test_an_lse_that_only_float32_has_is_refused_with_these_words():
     jnp = pytest.importorskip("jax.numpy")
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    with pytest.raises(Unsupported, match=r"jax\.xla .*gives no LSE in bfloat16, only in float32"):
+    with pytest.raises(Unsupported, match=r"jax\.xla .*returns no LSE in bfloat16, only in float32"):
         ab.attention(q, q, q, impl="jax.xla", return_lse=True)

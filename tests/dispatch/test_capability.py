@@ -9,7 +9,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import registry
-from attnbench.dispatch import demand, order
+from attnbench.dispatch import choice, demand
 from attnbench.dispatch.choice import decide
 from attnbench.dispatch.demand import Demand
 from attnbench.errors import PolicyWarning, Unsupported
@@ -36,7 +36,7 @@ def torch_of(chip: str) -> Environment:
 
 def every_device_is(monkeypatch, environment):
     """Let every device be the one of an environment."""
-    for module in (demand, order):
+    for module in (demand, choice):
         monkeypatch.setattr(module, "environment_of", lambda framework, device: environment)
 
 
@@ -302,7 +302,7 @@ class TestACandidateThatCannotRun:
 
         q, k, v = self.arrays()
         expected = ab.attention(q, k, v, impl="torch.eager")
-        with pytest.warns(PolicyWarning, match="could not run it .*torch.eager takes its place"):
+        with pytest.warns(PolicyWarning, match="could not run it .*torch.eager is used instead"):
             torch.testing.assert_close(ab.attention(q, k, v), expected)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -333,7 +333,7 @@ class TestACandidateThatCannotRun:
         ab.attention(q, k, v)
         told = ab.explain(q, k, v)
         assert told.pick == "torch.eager"
-        assert "could not run such a call: torch.sdpa-flash has no kernel" in str(told)
+        assert "could not run a call like this one: torch.sdpa-flash has no kernel" in str(told)
         longer = [torch.randn(1, 19, 2, 8) for _ in range(3)]
         ab.attention(*longer)
         ab.attention(*longer, scale=0.3)

@@ -78,8 +78,8 @@ def test_a_policy_of_this_machine_is_used_with_its_config_and_nobody_is_warned(s
     "fields, told",
     [
         ({"approximate": True}, "is approximate: ask for it by name"),
-        ({"verify_only": "an interpreter"}, "only to be checked: an interpreter"),
-        ({"by_name_only": "takes all devices"}, "is taken by name only: takes all devices"),
+        ({"verify_only": "an interpreter"}, "is for verification only: an interpreter"),
+        ({"by_name_only": "takes all devices"}, "is used only if asked for by name: takes all devices"),
     ],
 )
 def test_a_policy_leads_to_nothing_that_must_be_asked_for_by_name(spy, fields, told):
@@ -197,7 +197,10 @@ def test_a_miss_can_be_an_error_or_pass_in_silence(monkeypatch, tmp_path):
         UsageError, match=r"on_miss = 'loudly' in the environment is wrong: it is one of warn, error, quiet\."
     ):
         load_settings()
-    with pytest.raises(UsageError, match="on_miss is warn or error or quiet"), ab.use_policy(nothing, on_miss="never"):
+    with (
+        pytest.raises(UsageError, match="on_miss must be warn or error or quiet"),
+        ab.use_policy(nothing, on_miss="never"),
+    ):
         pass
 
 
@@ -241,7 +244,7 @@ def test_explain_gives_the_evidence(spy):
     assert told.evidence.distance == pytest.approx(1.0)
     text = str(told)
     for words in (
-        "regret off the grid not known",
+        "regret unknown off the grid",
         "next torch.eager, 1.25 times",
         "1.0 octaves away",
         "a policy made in this process",
@@ -250,7 +253,7 @@ def test_explain_gives_the_evidence(spy):
     reasons = dict(told.candidates)
     assert reasons["torch.spy"] is None
     assert "1.25 times the time of torch.spy" in reasons["torch.eager"]
-    assert "comes before the fixed order" in reasons["torch.sdpa-flash"]
+    assert "takes precedence over the fixed order" in reasons["torch.sdpa-flash"]
     every = [registry.get(name) for name in registry.names() if name.startswith("torch.")]
     assert set(reasons) == {one.name for one in every if not one.step}
 

@@ -119,7 +119,7 @@ def test_masks_of_traced_tensors_are_refused_in_words():
     def function(q, k, v, lengths):
         return ab.attention(q, k, v, mask=ab.masks.lengths(lengths))
 
-    with pytest.raises(Exception, match="build masks of arrays outside"):
+    with pytest.raises(Exception, match="build masks from arrays outside"):
         torch.compile(function, backend="eager", fullgraph=True)(*arrays(), torch.tensor([3, 4]))
 
 
@@ -220,11 +220,11 @@ def test_what_cannot_be_looked_into_is_one_operator():
 
 def test_the_operator_says_what_torch_expects_of_one():
     from attnbench.dispatch.demand import Words
-    from attnbench.dispatch.torch_compile import Request, _remember, forward
+    from attnbench.dispatch.torch_compile import GraphRequest, _remember, forward
 
     for layout in ("bshd", "bhsd"):
         words = Words(OUTER, None, None, "auto", layout, None, False)
-        key = _remember(Request(words, True, None))
+        key = _remember(GraphRequest(words, True, None))
         torch.library.opcheck(forward, (*arrays(layout=layout, grad=True), key))
 
 

@@ -104,5 +104,5 @@ def test_layouts_convert_into_each_other(framework, source, target):
 @pytest.mark.parametrize("heads", [0, (0, 0), [4, 2], "4:2", "4", (4,), (4, 2, 2), (4, -2), True, 4.0], ids=repr)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_heads_of_packed_arrays_are_numbers(framework, heads):
-    with pytest.raises(InvalidWorkload, match="heads= is a number of heads"):
+    with pytest.raises(InvalidWorkload, match="heads= must be a number of heads"):
         ab.attention(*arrays(framework, "packed"), layout="packed", heads=heads)

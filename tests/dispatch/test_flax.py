@@ -207,7 +207,7 @@ class TestRefused:
         layer = linen_layer(attention_fn, dropout_rate=0.1)
         weights = layer.init(jax.random.key(1), X, deterministic=True)
         layer.apply(weights, X, deterministic=True)
-        with pytest.raises(Unsupported, match=r"no dropout, and this layer asks for 0\.1: set dropout_rate=0"):
+        with pytest.raises(Unsupported, match=r"not support dropout, but this layer asks for 0\.1: set dropout_rate=0"):
             layer.apply(weights, X, deterministic=False, rngs={"dropout": jax.random.key(2)})
 
     @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
@@ -233,7 +233,7 @@ class TestRefused:
             attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision=fields)
 
     def test_a_precision_that_is_none(self):
-        with pytest.raises(UsageError, match="'exact' is not a precision of JAX"):
+        with pytest.raises(UsageError, match="'exact' is not a precision that JAX knows"):
             attention_fn(X[..., None, :], X[..., None, :], X[..., None, :], precision="exact")
 
     def test_an_implementation_that_cannot(self):

@@ -141,7 +141,7 @@ BOTH_ENDS = {
         "eos_token_id": 2, "decoder_start_token_id": 0, "local_radius": 4,
     },
 }  # fmt: skip
-TOLD = r"writes its own attention|computes with the mask|does not do (a position bias|attention sinks)"
+TOLD = r"computes attention by itself|computes with the mask|does not support (a position bias|attention sinks)"
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def inputs(side):
 
 @pytest.mark.parametrize("name", OWN)
 def test_attention_of_its_own_is_refused_when_a_model_is_loaded(name):
-    with pytest.raises(Unsupported, match=r"writes its own attention \(\w+.*attn_implementation=\"eager\""):
+    with pytest.raises(Unsupported, match=r"computes attention by itself \(\w+.*attn_implementation=\"eager\""):
         built(name, OWN[name], "attnbench")
 
 
@@ -183,21 +183,21 @@ def test_attention_of_its_own_is_refused_when_a_model_is_loaded(name):
 def test_and_when_its_config_says_so(name):
     config = config_of(name, OWN[name])
     config._attn_implementation = "attnbench"
-    with pytest.raises(Unsupported, match="writes its own attention"):
+    with pytest.raises(Unsupported, match="computes attention by itself"):
         getattr(transformers, name)(config)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_and_when_it_is_set_on_a_model(name):
     model = built(name, OWN[name], "eager")
-    with pytest.raises(Unsupported, match="writes its own attention"):
+    with pytest.raises(Unsupported, match="computes attention by itself"):
         model.set_attn_implementation("attnbench")
     assert model.config._attn_implementation == "eager", "nothing was changed"
 
 
 def test_and_when_it_is_read_from_a_folder(tmp_path):
     built("BloomForCausalLM", OWN["BloomForCausalLM"], "eager").save_pretrained(tmp_path)
-    with pytest.raises(Unsupported, match="BloomForCausalLM writes its own attention"):
+    with pytest.raises(Unsupported, match="BloomForCausalLM computes attention by itself"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="attnbench")
 
 
@@ -211,7 +211,7 @@ def test_and_when_the_config_is_changed_after_that(name):
     model = built(name, OWN[name], "eager")
     model.config._attn_implementation = "attnbench"
     for given in (inputs("right"), {"input_ids": inputs(None)["input_ids"]}):
-        with pytest.raises(Unsupported, match="writes its own attention"):
+        with pytest.raises(Unsupported, match="computes attention by itself"):
             model(**given)
 
 
@@ -221,14 +221,14 @@ def test_and_in_a_compiled_model(name, side):
     model = built(name, OWN[name], "eager")
     model.config._attn_implementation = "attnbench"
     given = inputs(side) if side else {"input_ids": inputs(None)["input_ids"]}
-    with pytest.raises(Unsupported, match="writes its own attention"):
+    with pytest.raises(Unsupported, match="computes attention by itself"):
         torch.compile(model, backend="eager")(**given)
 
 
 def test_a_decoding_step_over_a_static_cache_is_refused_too():
     model = built("BloomForCausalLM", OWN["BloomForCausalLM"], "eager")
     model.config._attn_implementation = "attnbench"
-    with pytest.raises(Unsupported, match="writes its own attention"):
+    with pytest.raises(Unsupported, match="computes attention by itself"):
         model.generate(**inputs("left"), max_new_tokens=2, cache_implementation="static", disable_compile=True)
 
 
@@ -236,7 +236,7 @@ def test_a_decoding_step_over_a_static_cache_is_refused_too():
 def test_training_changes_nothing(training):
     model = built("RoFormerModel", OWN["RoFormerModel"], "eager").train(training)
     model.config._attn_implementation = "attnbench"
-    with pytest.raises(Unsupported, match="RoFormerModel writes its own attention"):
+    with pytest.raises(Unsupported, match="RoFormerModel computes attention by itself"):
         model(**inputs("right"))
 
 
@@ -246,16 +246,16 @@ def test_a_part_of_a_model_is_refused_and_may_be_left_out():
     vision = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
     decoder = config_of("TrOCRForCausalLM", OWN["TrOCRForCausalLM"])
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, decoder)
-    with pytest.raises(Unsupported, match=r"TrOCR\w+ writes its own attention"):
+    with pytest.raises(Unsupported, match=r"TrOCR\w+ computes attention by itself"):
         transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation="attnbench")
     parts = {"encoder": "attnbench", "decoder": "eager", "": "eager"}
     model = transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation=parts).eval()
     checked = hf.check(model)
     assert [one.ours for one in checked.modules if one.path.startswith("encoder.")] == [True]
     assert {one.ours for one in checked.modules if one.kind == "TrOCRAttention"} == {False}
-    with pytest.raises(Unsupported, match=r"TrOCR\w+ writes its own attention"):
+    with pytest.raises(Unsupported, match=r"TrOCR\w+ computes attention by itself"):
         model.set_attn_implementation({"decoder": "attnbench"})
-    with pytest.raises(Unsupported, match=r"TrOCR\w+ writes its own attention"):
+    with pytest.raises(Unsupported, match=r"TrOCR\w+ computes attention by itself"):
         model.set_attn_implementation("attnbench")
     model.set_attn_implementation(parts)
 
@@ -388,7 +388,7 @@ def test_check_tells_who_calls():
     assert not any(one.ours for one in hf.check(model).modules)
     own = built("BloomForCausalLM", OWN["BloomForCausalLM"], "eager")
     own.config._attn_implementation = "attnbench"
-    assert "BloomForCausalLM writes its own attention" in hf.check(own).refusal
+    assert "BloomForCausalLM computes attention by itself" in hf.check(own).refusal
     assert str(hf.check(own)).count("BloomAttention") == 3
 
 
@@ -429,7 +429,10 @@ def test_a_config_in_the_place_of_another_is_looked_at():
     model = built("MistralForCausalLM", DECODERS["MistralForCausalLM"], "attnbench")
     ours, other = hf_models.attention_for(model, model.config), type(model.config)()
     gone = type(model.config)()
-    hf_models._SEEN[model][id(other)] = (weakref.ref(gone), hf_models.Attention(Counter(), Counter(x=1), True, False))
+    hf_models._SEEN[model][id(other)] = (
+        weakref.ref(gone),
+        hf_models.AttentionGroup(Counter(), Counter(x=1), True, False),
+    )
     del gone
     assert hf_models.attention_for(model, other) == ours
     assert not hf_models.attention_for(model, other).loses_masks
@@ -503,7 +506,9 @@ def test_models_that_do_not_use_attnbench_are_left_alone(monkeypatch):
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_attention_that_goes_on_as_before_is_told_of():
     hf._warned.clear()
-    with pytest.warns(UserWarning, match=r"DebertaV2Model writes its own attention .*attnbench is not called there"):
+    with pytest.warns(
+        UserWarning, match=r"DebertaV2Model computes attention by itself .*attnbench is not called there"
+    ):
         built("DebertaV2Model", ENCODERS["DebertaV2Model"], "attnbench")
 
 

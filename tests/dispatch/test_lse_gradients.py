@@ -197,9 +197,9 @@ def test_the_dilated_one_of_jax(mask, of):
 def test_jax_without_one_may_be_read_but_not_learned_from(monkeypatch):
     import jax
 
-    from attnbench.impls.jax.einsum import Einsum
+    from attnbench.impls.jax.nn import JaxEinsum
 
-    monkeypatch.setattr(Einsum, "lse_gradient", False)
+    monkeypatch.setattr(JaxEinsum, "lse_gradient", False)
     q, k, v = arrays("jax")
 
     def both(q):

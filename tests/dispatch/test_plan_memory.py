@@ -13,7 +13,7 @@ import attnbench as ab
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.demand import Words, demand_of
 from attnbench.dispatch.plan import Plans, bytes_kept, data_bytes
-from attnbench.masks import counting
+from attnbench.masks import base
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
 TOKENS = 64
@@ -82,7 +82,7 @@ def test_arrays_that_torch_makes_of_a_mask_count():
 
 def test_counts_of_pairs_keep_no_masks():
     shape = ab.Workload(batch=1, q_len=TOKENS, heads=2, head_dim=8).mask_shape
-    for count in (counting.pairs, counting.seen_keys):
+    for count in (base.pairs, base.seen_keys):
         mask = bias(3)
         expected = count(mask, shape)
         references = len(gc.get_referrers(mask.values))
@@ -91,8 +91,8 @@ def test_counts_of_pairs_keep_no_masks():
 
 
 def test_counts_stay_few(monkeypatch):
-    monkeypatch.setattr(counting, "MOST_COUNTS", 3)
+    monkeypatch.setattr(base, "MOST_COUNTS", 3)
     shape = ab.Workload(batch=1, q_len=8, heads=1, head_dim=8).mask_shape
     for width in (1, 2, 3, 4, 5, 1):
         mask = ab.masks.window(width)
-        assert counting.pairs(mask, shape) == mask.pairs(shape)
+        assert base.pairs(mask, shape) == mask.pairs(shape)

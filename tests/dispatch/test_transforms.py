@@ -8,7 +8,7 @@ from dispatch_problem import assert_close, problem, to_framework
 
 import attnbench as ab
 from attnbench import reference, registry
-from attnbench.dispatch.plan import PLANS, Plan, Plans
+from attnbench.dispatch.plan import PLANS, Plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.PolicyWarning")
 MASKS = {
@@ -187,12 +187,12 @@ def test_inference_and_training_do_not_share_what_they_made():
 def test_plans_are_few_and_the_oldest_go_first():
     few = Plans(3, 10)
     for key in range(5):
-        few.put(key, Plan(print))
+        few.put(key, print)
     assert [few.get(key) for key in range(5)] == [None, None, print, print, print]
     for key, pairs in (("a", 5), ("b", 5), ("c", 1)):
-        few.put(key, Plan(print, pairs))
+        few.put(key, print, pairs)
     assert [few.get(key) for key in (4, "a", "b", "c")] == [print, None, print, print]
-    few.put("vast", Plan(print, 99))
+    few.put("vast", print, 99)
     assert (few.get("vast"), few.get("c")) == (print, None)
 
 

@@ -16,11 +16,10 @@ from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Inputs, Program, Watch
 from attnbench.frameworks.jax import clocks
-from attnbench.frameworks.jax.clocks import CuptiFailed, Work, split_calls
+from attnbench.frameworks.jax.clocks import CuptiFailed, DeviceActivity, split_calls
 from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
-from attnbench.frameworks.jax.framework import precision_of
+from attnbench.frameworks.jax.framework import Compiler
 from attnbench.frameworks.jax.plain import plain_call
-from attnbench.frameworks.jax.programs import Compiler
 from attnbench.spec import Workload
 
 jax = pytest.importorskip("jax")
@@ -152,7 +151,7 @@ class TestPrograms:
         def call(q, k, v):
             return q + (captured @ captured).sum()
 
-        compiler = Compiler(jax, call, inputs(), precision_of)
+        compiler = Compiler(call, inputs())
         assert [array.shape for array in compiler._captured] == [(512, 512)]
         out = compiler.programs("forward").main.run(inputs())[0]
         assert np.allclose(JAX.numpy(out - inputs().q), float((captured @ captured).sum()), rtol=1e-3)
@@ -267,12 +266,12 @@ class FakeCupti:
     """Stands in for `cupti.record`: what the body launches, one piece of work after the other."""
 
     def __init__(self):
-        self.seen: list[Work] | None = None
+        self.seen: list[DeviceActivity] | None = None
 
     def launch(self, name, ms):
         if self.seen is not None:
             start = self.seen[-1].end_ns if self.seen else 0
-            self.seen.append(Work(name, start, start + round(ms * 1e6)))
+            self.seen.append(DeviceActivity(name, start, start + round(ms * 1e6)))
 
     def record(self, body):
         self.seen = []
@@ -348,7 +347,7 @@ class TestKernelClock:
         return [inputs()._replace(q=jnp.full((1, 8, 2, 4), float(n))) for n in (1, 3)]
 
     def test_copies_and_fills_count_and_flushes_and_preparation_do_not(self, cupti):
-        clock = clocks.KernelClock(JAX, None)
+        clock = clocks.JaxKernelClock(JAX, None)
         watch = Third()
         samples = clock.sample(self.program(cupti), self.sets(), count=5, watch=watch)
         assert np.allclose(samples.ns, [3000, 5000, 3000, 5000, 3000])
@@ -378,7 +377,7 @@ class TestKernelClock:
     )
     def test_what_makes_no_sense_is_no_time(self, names, words):
         with pytest.raises(CuptiFailed, match=words):
-            split_calls([Work(name, 0, 1) for name in names], frozenset({"flush"}), 2)
+            split_calls([DeviceActivity(name, 0, 1) for name in names], frozenset({"flush"}), 2)
 
 
 @pytest.mark.gpu

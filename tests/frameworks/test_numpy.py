@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from attnbench.frameworks import Inputs
+from attnbench.frameworks.base import OwnClock, Program, Stopwatch
 from attnbench.frameworks.numpy import FRAMEWORK, cpu_facts
 
 
@@ -44,3 +45,16 @@ def test_memory_of_another_kind_is_not_published_as_none_at_all():
         _, found = peak(call)
         assert found.bytes is None
         assert "did not come from NumPy's allocator" in found.reason
+
+
+def test_calls_that_time_themselves_count_from_the_start_of_each_sample():
+    stopwatch = Stopwatch()
+    stopwatch.ns = 1e9  # of calls before the first sample
+
+    def run(inputs: Inputs) -> tuple[np.ndarray, ...]:
+        stopwatch.ns += float(inputs.q)
+        return (inputs.q,)
+
+    sets = [Inputs(*[np.array(float(n))] * 4) for n in (1, 3, 5)]
+    samples = OwnClock(FRAMEWORK, stopwatch).sample(Program(run), sets, 3, 2)
+    assert samples.ns == [2.0, 3.0, 4.0]  # means of 1 and 3, 5 and 1, 3 and 5

@@ -10,8 +10,7 @@ from attnbench import masks
 from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
 from attnbench.impls.jax import tokamax as jax_tokamax
 from attnbench.impls.jax._libraries import import_beside_torch
-from attnbench.impls.jax.einsum import EINSUM
-from attnbench.impls.jax.nn import CUDNN, XLA
+from attnbench.impls.jax.nn import CUDNN, EINSUM, XLA
 from attnbench.impls.jax.pallas import TRITON
 from attnbench.spec import Workload
 

@@ -15,7 +15,7 @@ jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("quick_to_compile")]
 
 from attnbench.impls.jax import nn as jax_nn
-from attnbench.impls.jax.pair import PAIR
+from attnbench.impls.pair import JAX_PAIR as PAIR
 from attnbench.impls.partial import jax_passes
 
 XLA_EINSUM = {"forward": "jax.xla", "backward": "jax.einsum"}
@@ -160,7 +160,7 @@ def test_a_second_derivative_is_refused():
 def test_on_a_gpu(names, mask):
     w = Workload(batch=2, q_len=256, heads=4, kv_heads=2, head_dim=128, dtype="bfloat16", mask=mask, pass_="train")
     config = dict(zip(("forward", "backward"), names.split("/")))
-    from attnbench.impls.jax.pair import environment_of
+    from attnbench.impls.pair import jax_environment_of as environment_of
 
     reason = PAIR.configured(config).supports(w, environment_of("cuda"))
     if reason is not None:

@@ -9,10 +9,11 @@ from jax_oracle import CPU, HOPPER, check, check_lse, draw
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.jax.framework import FRAMEWORK as JAX
-from attnbench.impls._splitting import cut_of
-from attnbench.impls.jax.einsum import EINSUM
-from attnbench.impls.jax.nn import CUDNN
-from attnbench.impls.jax.split import CUDNN_SPLIT, XLA_SPLIT, JaxSplit, corner_of
+from attnbench.impls.jax.nn import CUDNN, EINSUM
+from attnbench.impls.partial.jax_passes import corner_of
+from attnbench.impls.split import JAX_CUDNN_SPLIT as CUDNN_SPLIT
+from attnbench.impls.split import JAX_XLA_SPLIT as XLA_SPLIT
+from attnbench.impls.split import JaxSplit, cut_of
 from attnbench.spec import Environment, Workload
 
 jax = pytest.importorskip("jax")
@@ -130,7 +131,7 @@ def test_sequences_that_do_not_divide_the_batch_or_differ_are_refused():
     assert "batch of 32 by 5 sequences" in str(odd.supports(PI0, HOPPER))
     differing = Workload(**SQUARE, mask=MASKS["padding"], pass_="train")
     assert "the same mask" in str(XLA_SPLIT.configured({"sequences": 1}).supports(differing, CPU))
-    with pytest.raises(UsageError, match="number of sequences"):
+    with pytest.raises(UsageError, match=r"jax\.cudnn-split: sequences must be a whole number"):
         CUDNN_SPLIT.configured({"sequences": "few"})
 
 
@@ -181,7 +182,7 @@ def test_pi0_trains_with_an_array_and_without():
     "changes, why",
     [
         ({"mask": masks.full()}, "nothing to split: jax.cudnn takes full"),
-        ({"mask": masks.prefix(400)}, "would need an array for causal of queries 400-866"),
+        ({"mask": masks.prefix(400)}, "would need a mask array for causal of queries 400-866"),
         ({"mask": masks.window(7)}, "at most 8 blocks"),
         ({"mask": PI0.mask & masks.valid(np.arange(867) != 600)}, "one run of keys"),
         ({"mask": PI0.mask & masks.lengths([0] + [867] * 31)}, "jax.cudnn"),

@@ -7,9 +7,8 @@ import pytest
 from jax_oracle import CPU, HOPPER, check, check_lse, draw, every_mask
 
 from attnbench import masks
-from attnbench.impls.jax._masks import mask_arguments
-from attnbench.impls.jax.einsum import EINSUM
-from attnbench.impls.jax.nn import CUDNN, XLA
+from attnbench.impls.jax._libraries import mask_arguments
+from attnbench.impls.jax.nn import CUDNN, EINSUM, XLA
 from attnbench.spec import Environment, Workload
 
 jax = pytest.importorskip("jax")

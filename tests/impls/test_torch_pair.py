@@ -18,8 +18,8 @@ pytestmark = pytest.mark.torch
 from test_torch_engines import H200, arrays, install, reference, work  # noqa: F401
 from test_torch_numbers import CASES, CPU, attention_in_float64, draw, workload
 
-from attnbench.impls.torch import pair as torch_pair
-from attnbench.impls.torch.pair import PAIR
+from attnbench.impls import pair as torch_pair
+from attnbench.impls.pair import TORCH_PAIR as PAIR
 
 FLASH_EAGER = {"forward": "torch.sdpa-flash", "backward": "torch.eager"}
 EAGER_FLASH = {"forward": "torch.eager", "backward": "torch.sdpa-flash"}
@@ -166,8 +166,8 @@ def test_parts_are_checked_when_they_are_asked_for():
 def test_a_part_of_auto_that_has_no_such_pass_after_all_gives_way(monkeypatch):
     """torch.sdpa says that it supports the workload, and only its operators know that they cannot be called alone."""
     w = workload("causal", pass_="train")
-    monkeypatch.setattr(torch_pair, "FORWARDS", ("torch.sdpa", "torch.eager"))
-    monkeypatch.setattr(torch_pair, "BACKWARDS", ("torch.sdpa", "torch.sdpa-flash"))
+    monkeypatch.setattr(torch_pair, "TORCH_FORWARDS", ("torch.sdpa", "torch.eager"))
+    monkeypatch.setattr(torch_pair, "TORCH_BACKWARDS", ("torch.sdpa", "torch.sdpa-flash"))
     (q, k, v, _), exact = draw(w)
     close(PAIR.build(w, {})(q, k, v), attention_in_float64(w, *exact)[0], "float32")
     with pytest.raises(Unsupported, match=r"torch\.sdpa as the backward pass: has no backward pass"):

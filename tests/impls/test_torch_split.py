@@ -14,7 +14,8 @@ pytestmark = pytest.mark.torch
 
 from test_torch_numbers import attention_in_float64, draw
 
-from attnbench.impls.torch.sdpa import CUDNN_SPLIT, FLASH_SPLIT
+from attnbench.impls.split import TORCH_CUDNN_SPLIT as CUDNN_SPLIT
+from attnbench.impls.split import TORCH_FLASH_SPLIT as FLASH_SPLIT
 
 CPU = Environment(device="cpu", device_name="test")
 CUDA = Environment(device="cuda", device_name="test", capability=(9, 0))
@@ -90,14 +91,14 @@ def test_no_operator_is_handed_a_mask(monkeypatch):
 def test_the_causal_part_of_a_prefix_needs_the_flash_kernel_of_a_gpu():
     w = Workload(**SHAPE | {"head_dim": 64, "dtype": "bfloat16"}, mask=masks.prefix(16))
     assert FLASH_SPLIT.supports(w, CUDA) is None
-    assert "would need an array" in str(FLASH_SPLIT.supports(w, CPU))
-    assert "would need an array" in str(CUDNN_SPLIT.supports(w, CUDA))
+    assert "would need a mask array" in str(FLASH_SPLIT.supports(w, CPU))
+    assert "would need a mask array" in str(CUDNN_SPLIT.supports(w, CUDA))
 
 
 def test_padding_is_refused():
     w = Workload(**SHAPE | {"head_dim": 64, "dtype": "bfloat16"}, mask=LIKE_PI0 & masks.lengths([24, 11]))
-    assert "would need an array" in str(FLASH_SPLIT.supports(w, CUDA))
-    assert "would need an array" in str(CUDNN_SPLIT.supports(w, CUDA))
+    assert "would need a mask array" in str(FLASH_SPLIT.supports(w, CUDA))
+    assert "would need a mask array" in str(CUDNN_SPLIT.supports(w, CUDA))
 
 
 @pytest.mark.gpu

@@ -57,3 +57,15 @@ def test_strides_change_nothing(name: str, lse: bool, kind: str):
         pytest.skip("cannot do this at all")
     for got, want in zip(results(arrays), wanted):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_negated_queries_are_dense_whatever_strides_they_have():
+    """Rows that overlap are dense as they come, and torch gives their product by -1 strides of its own choice."""
+    torch.manual_seed(0)
+    q = torch.randn(64).unfold(0, 16, 1)[:8][None, None]
+    k, v = torch.randn(2, 1, 1, 8, 16)
+    assert q.stride(-1) == 1 != (q * -1.0).stride(-1)
+    arrays = q, k, v
+    got = ab.attention(*arrays, scale=-0.3, layout="bhsd", impl="torch.sdpa-flash", return_lse=True)
+    want = ab.attention(*arrays, scale=-0.3, layout="bhsd", impl="torch.eager", return_lse=True)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

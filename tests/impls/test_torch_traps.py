@@ -149,7 +149,7 @@ def test_rows_without_keys_are_opened_and_cleared_for_kernels_that_do_not_give_z
 
 
 GPU_REFUSALS = [
-    ("FLASH", {"mask": masks.window(2)}, "no mask but causal"),
+    ("FLASH", {"mask": masks.window(2)}, "only a causal mask or none"),
     ("FLASH", {"q_len": 3, "mask": masks.causal("top-left")}, "bottom-right"),
     ("FLASH", {"q_len": 9, "mask": masks.causal()}, "no key"),
     ("FLASH", {"dtype": "float32"}, "float32"),

@@ -7,10 +7,10 @@ import pytest
 
 import attnbench as ab
 from attnbench import masks, registry
-from attnbench.cli.selection import loadable_names
-from attnbench.cli.verify import FAMILY_SPREAD, SPREAD, Shape, _implementations, _workloads
+from attnbench.cli.options import loadable_names
+from attnbench.cli.verify import FAMILY_SPREAD, SPREAD, ShapeOptions, _implementations, _workloads
 from attnbench.errors import Unsupported, UsageError
-from attnbench.kernels.dilated.pieces import Problem, computed_pairs, pieces, problem_of
+from attnbench.kernels.dilated.pieces import DilatedProblem, computed_pairs, pieces, problem_of
 from attnbench.spec import Environment, Workload
 from attnbench.workloads import suites
 
@@ -41,7 +41,7 @@ def test_they_take_the_dilated_mask_and_no_other(name):
 
 def test_a_workload_is_read_as_a_problem():
     mask = masks.lengths([20, 3]) & PATTERN & masks.causal()
-    assert problem_of(work(mask, kv_heads=2)) == Problem(PATTERN, 2, 20, 6, 2, True, (20, 3))
+    assert problem_of(work(mask, kv_heads=2)) == DilatedProblem(PATTERN, 2, 20, 6, 2, True, (20, 3))
     assert problem_of(work(PATTERN)).lengths is None
 
 
@@ -74,21 +74,21 @@ def test_pieces_hold_every_pair_as_often_as_the_mask_counts_it(heads, kv_heads, 
         mask = mask if lengths is None else mask & masks.lengths(lengths)
         w = Workload(batch=2, q_len=tokens, heads=heads, kv_heads=kv_heads, head_dim=8, mask=mask)
         bias = np.broadcast_to(w.visible_mask.bias(w.mask_shape), (2, heads, tokens, tokens))
-        problem = Problem(pattern, 2, tokens, heads, kv_heads, causal, lengths)
+        problem = DilatedProblem(pattern, 2, tokens, heads, kv_heads, causal, lengths)
         np.testing.assert_allclose(counted(problem, fold, diagonal), np.exp(bias), atol=1e-12)
 
 
 def test_computed_pairs_count_a_pair_as_often_as_it_is_computed():
-    problem = Problem(masks.dilated([6, 9], [1, 2]), 2, 13, 4, 2, True, (13, 7))
+    problem = DilatedProblem(masks.dilated([6, 9], [1, 2]), 2, 13, 4, 2, True, (13, 7))
     assert computed_pairs(problem) == counted(problem, True, True).sum()
-    paper = Problem(PAPER, 1, 128 * 1024, 12, 12, True)
+    paper = DilatedProblem(PAPER, 1, 128 * 1024, 12, 12, True)
     by_hand = sum(w / (2 * r * r) for w, r in zip(PAPER.segment_lengths, PAPER.dilation_rates))
     assert computed_pairs(paper) == pytest.approx(12 * 128 * 1024 * by_hand, rel=2e-3)
 
 
 def test_the_papers_branches_are_few_calls():
     """25 offsets on 12 heads; diagonals leave 12 calls, each of them a single strided view."""
-    problem = Problem(PAPER, 1, 128 * 1024, 12, 12, True)
+    problem = DilatedProblem(PAPER, 1, 128 * 1024, 12, 12, True)
     assert len(pieces(problem, diagonal=False)) == 25
     assert len(pieces(problem)) == 12
     assert len(pieces(problem._replace(batch=4))) == 12
@@ -105,7 +105,7 @@ def test_the_suite_has_the_papers_configuration_at_every_length():
 
 
 def test_verify_of_the_family_checks_it_on_dilated_edges():
-    chosen = _workloads(None, False, Shape(), (), ("dilated",))
+    chosen = _workloads(None, False, ShapeOptions(), (), ("dilated",), ())
     assert {w.id for w in chosen} == set(FAMILY_SPREAD["dilated"]), "each is of the edge suite"
     assert {w.pass_ for w in chosen} == {"forward", "train"}
     assert {w.dtype for w in chosen} == {"float32", "bfloat16"}
@@ -114,9 +114,9 @@ def test_verify_of_the_family_checks_it_on_dilated_edges():
     patterns = [problem_of(w).pattern for w in chosen]
     assert {one.offset for one in patterns} == {"mod", "group"}
     assert any(all(rate > 1 for rate in one.dilation_rates) for one in patterns), "rows that no branch holds"
-    edges = {w.id for w in _workloads(None, False, Shape(), (), ("sdpa",))}
+    edges = {w.id for w in _workloads(None, False, ShapeOptions(), (), ("sdpa",), ())}
     assert edges == set(SPREAD)
-    both = _workloads(None, False, Shape(), (), ("sdpa", "dilated"))
+    both = _workloads(None, False, ShapeOptions(), (), ("sdpa", "dilated"), ())
     assert {w.id for w in both} == edges | set(FAMILY_SPREAD["dilated"])
 
 
@@ -162,7 +162,7 @@ def test_options_are_known_or_refused():
     plain = implementation.build(work(PATTERN), {})(*arrays)
     for config in ({"kernel": "torch.eager"}, {"diagonal": False}, {"merge": "eager"}):
         torch.testing.assert_close(implementation.build(work(PATTERN), config)(*arrays), plain, atol=1e-6, rtol=1e-5)
-    with pytest.raises(UsageError, match="not blocks"):
+    with pytest.raises(UsageError, match="no setting blocks"):
         implementation.build(work(PATTERN), {"blocks": 3})
     with pytest.raises(Unsupported, match=r"torch.sdpa-cudnn needs cuda"):
         implementation.build(work(PATTERN), {"kernel": "torch.sdpa-cudnn"})(*arrays)

@@ -71,10 +71,10 @@ def test_blocks_and_detached_weights(monkeypatch):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"mix_grad": "x"}, "mix_grad is"),
+        ({"mix_grad": "x"}, "mix_grad must be"),
         ({"kv_lengths": [99]}, r"lie in 0 \.\.\. 8"),
-        ({"kv_lengths": [8, 8]}, "names 2 batch rows"),
-        ({"causal": "no"}, "causal is True or False"),
+        ({"kv_lengths": [8, 8]}, "has 2 batch rows"),
+        ({"causal": "no"}, "causal must be True or False"),
         ({"segment_lengths": [4.5]}, "whole number, not 4.5"),
         ({"scale": "big"}, "scale must be a finite number"),
         ({"k": np.zeros((1, 7, 2, 4), np.float32)}, "do not go together"),
@@ -141,5 +141,7 @@ def test_identical_branches_are_ordinary_attention(branches):
 def test_arrays_of_another_library_are_refused():
     from attnbench.errors import UsageError
 
-    with pytest.raises(UsageError, match=r"takes JAX arrays, not torch\.Tensor: jax\.numpy\.from_dlpack"):
+    with pytest.raises(
+        UsageError, match=r"takes JAX arrays, not torch\.Tensor: convert it with jax\.numpy\.from_dlpack"
+    ):
         dilated_attention(*[torch.zeros(1, 16, 4, 8)] * 3, [8], [1])

@@ -294,11 +294,11 @@ def test_dense_takes_bfloat16_of_both_frameworks():
 
 
 BAD = [
-    (lambda: masks.causal("middle"), 'align is "bottom-right" or "top-left"'),
+    (lambda: masks.causal("middle"), 'align must be "bottom-right" or "top-left"'),
     (lambda: masks.window(-1), "0 or more keys"),
     (lambda: masks.prefix(-1), "0 or more keys"),
     (lambda: masks.lengths([1.5, 2.0]), "whole numbers"),
-    (lambda: masks.lengths([1, 2, 3]).check(SHAPE), "names 3 batch rows, the workload has 2"),
+    (lambda: masks.lengths([1, 2, 3]).check(SHAPE), "has 3 batch rows, the workload has 2"),
     (lambda: masks.lengths([1, 13]).check(SHAPE), "0 ... 12"),
     (lambda: masks.valid([0, 1]), "booleans"),
     (lambda: masks.valid([True] * 5).check(SHAPE), "covers 5 tokens, kv_len is 12"),

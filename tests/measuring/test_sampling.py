@@ -1,14 +1,18 @@
-"""Statistics of samples, the stop rule, and the interleaving loop with sources that cost nothing."""
+"""Statistics of samples, the stop rule, and the interleaving loop with sources that cost nothing; and which card NVML
+is asked about: the one in use, not the first of the machine."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import numpy as np
+import pynvml
 import pytest
 
 from attnbench.measuring import sampling
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, median_interval, summarise
+from attnbench.run import environment
 
 
 class Fake:
@@ -186,3 +190,56 @@ def test_a_drifting_machine_slows_both_alike():
     mine, other = (np.array([visit[0] for visit in one.rounds["main"]]) for one in (first, second))
     assert mine[-1] > 2.5 * mine[0]
     assert np.median(other / mine) == pytest.approx(1.2, rel=0.005)
+
+
+CARDS = {b"00000000:3B:00.0": 1980, b"00000000:86:00.0": 345}
+"""Bus address -> clock of the multiprocessors; NVML's card 0 is the first."""
+
+
+class Driver:
+    """Stands in for libcuda: its device 0 is the machine's second card, as under CUDA_VISIBLE_DEVICES=1."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        assert ordinal == 0
+        return 0
+
+    def cuDeviceGetPCIBusId(self, address, length, device):
+        address.value = b"00000000:86:00.0"
+        return 0
+
+
+@pytest.fixture
+def two_cards(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByPciBusId", lambda address: address)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: list(CARDS)[index])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: CARDS[handle])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 40)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementLimit", lambda handle: 700_000)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [])
+    sampling.nvml_handle.cache_clear()
+    yield
+    sampling.nvml_handle.cache_clear()
+
+
+def test_the_card_in_use_is_read(two_cards):
+    state = sampling.gpu_state()
+    assert state is not None
+    assert state.sm_mhz == 345
+    assert environment._nvidia_facts()["sm_mhz"] == 345
+
+
+def test_no_driver_means_no_facts(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    sampling.nvml_handle.cache_clear()
+    assert sampling.gpu_state() is None
+    assert environment._nvidia_facts() == {}
+    sampling.nvml_handle.cache_clear()

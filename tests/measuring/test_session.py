@@ -112,7 +112,7 @@ def open_cell(worker, function, workload=WORKLOAD, measure=True, thorough=False,
 
 def sample_until_closed(worker, workload=WORKLOAD, part="main"):
     for _ in range(VISITS):
-        answer = worker.ask(p.Sample(Cell("subject", workload).id, part, 4, 1), 60)
+        answer = worker.ask(p.TakeSample(Cell("subject", workload).id, part, 4, 1), 60)
         if isinstance(answer, p.Closed):
             return answer.record
     return None
@@ -128,7 +128,7 @@ def test_an_honest_cell_is_opened_and_sampled(worker):
     assert record.deterministic
     assert (opened.warm.parts, opened.warm.clock, opened.warm.slow_clock) == (("main",), "wall", False)
     assert opened.warm.call_ns > 1e3
-    answer = worker.ask(p.Sample(Cell("subject", WORKLOAD).id, "main", 7, 2), 60)
+    answer = worker.ask(p.TakeSample(Cell("subject", WORKLOAD).id, "main", 7, 2), 60)
     assert len(answer.ns) == 7
     assert all(ns > 0 for ns in answer.ns)
     assert sample_until_closed(worker) is None
@@ -157,7 +157,7 @@ def test_one_row_left_out_of_one_batch_row_is_caught_at_the_first_look(worker):
     subject = Forgetful(workload)
     assert isinstance(open_cell(worker, subject, workload), Ready)
     subject.armed = True
-    closed = worker.ask(p.Sample(Cell("subject", workload).id, "main", 1, 1), 60)
+    closed = worker.ask(p.TakeSample(Cell("subject", workload).id, "main", 1, 1), 60)
     assert isinstance(closed, p.Closed)
     assert "right when checked: batch 11, head 1, row 15 differs by 1.0e+00" in closed.record.reason
 
@@ -174,7 +174,7 @@ def test_a_result_stored_under_the_place_of_its_inputs_is_caught_when_they_are_o
     closed = open_cell(worker, subject, measure=False)
     assert isinstance(closed, p.Closed)
     assert closed.record.status == "incorrect"
-    assert "wrong out when other values lie where its inputs lay: a stored result?" in closed.record.reason
+    assert "wrong out after its inputs were overwritten in place: a stored result?" in closed.record.reason
 
 
 def test_zero_after_some_calls_is_caught(worker):
@@ -197,7 +197,7 @@ def test_a_stale_gradient_is_caught(worker):
     opened = open_cell(worker, subject, workload)
     assert opened.warm.parts == ("main", "forward", "backward")
     for part in ("forward", "backward"):
-        assert worker.ask(p.Sample(Cell("subject", workload).id, part, 3, 1), 60).ns
+        assert worker.ask(p.TakeSample(Cell("subject", workload).id, part, 3, 1), 60).ns
     subject.armed = True
     assert "wrong d" in sample_until_closed(worker, workload).reason
 
@@ -209,7 +209,7 @@ def test_looking_answers_up_by_their_whole_content_gains_nothing(worker):
     subject.armed = True
     assert isinstance(open_cell(worker, subject, workload), Ready)
     before = len(subject.store)
-    taken = worker.ask(p.Sample(Cell("subject", workload).id, "main", 9, 2), 60)
+    taken = worker.ask(p.TakeSample(Cell("subject", workload).id, "main", 9, 2), 60)
     assert len(taken.ns) == 9
     assert len(subject.store) >= before + 18, "every timed call computed its own answer"
 
@@ -233,7 +233,7 @@ def test_stored_probabilities_gain_nothing(worker):
     subject = ByQueriesAndKeys(workload)
     assert isinstance(open_cell(worker, subject, workload), Ready)
     subject.hits = 0
-    worker.ask(p.Sample(Cell("subject", workload).id, "main", 20, 1), 60)
+    worker.ask(p.TakeSample(Cell("subject", workload).id, "main", 20, 1), 60)
     assert subject.hits == 0
 
 
@@ -300,10 +300,10 @@ def test_sessions_of_one_workload_share_their_draws(worker):
     for cell in cells:
         assert isinstance(open_cell(worker, Plain(), name=cell.implementation), Ready)
         for _ in range(3):
-            answer = worker.ask(p.Sample(cells[0].id, "main", 3, 1), 60)
+            answer = worker.ask(p.TakeSample(cells[0].id, "main", 3, 1), 60)
             assert isinstance(answer, p.Sampled), answer
     for n in range(6):
-        assert isinstance(worker.ask(p.Sample(cells[n % 2].id, "main", 3, 1), 60), p.Sampled)
+        assert isinstance(worker.ask(p.TakeSample(cells[n % 2].id, "main", 3, 1), 60), p.Sampled)
     assert isinstance(open_cell(worker, Plain(), name="first"), Ready)
 
 
@@ -319,7 +319,7 @@ def test_the_wrong_path_is_a_failure_with_both_names():
     session._prove_path(["aten::mm", "flash_fwd"])
     with pytest.raises(FellBack, match="sdpa_math ran"):
         session._prove_path(["sdpa_math", "flash_fwd"])
-    with pytest.raises(FellBack, match="nothing like flash ran, but mm"):
+    with pytest.raises(FellBack, match="no kernel like flash ran, only mm"):
         session._prove_path(["mm"])
 
 

@@ -223,13 +223,13 @@ def test_mistakes_are_named():
         run(attention(EXPERTS, flash_attention_impl="cudn"), params, xs, at, mask, None)
     with pytest.raises(UsageError, match="uniform"):
         run(attention(EXPERTS, fully_masked="mean"), params, xs, at, mask, None)
-    with pytest.raises(UnknownName, match=r"There is: auto, cudnn, tokamax, kvax, pallas, jax"):
+    with pytest.raises(UnknownName, match=r"Known: auto, cudnn, tokamax, kvax, pallas, jax"):
         run(attention(EXPERTS, flash_attention_impl="triton"), params, xs, at, mask, None)
     for path in ({}, {"use_flash_attention": True}):
-        with pytest.raises(UsageError, match="attention mask is boolean, not float32"):
+        with pytest.raises(UsageError, match="attention mask must be boolean, not float32"):
             run(attention(EXPERTS, **path), params, xs, at, mask.array().astype("float32"), None)
     for wrong in ([None, None], xs[:1], [*xs, None]):
-        with pytest.raises(UsageError, match="2 experts need a list of as many"):
+        with pytest.raises(UsageError, match="2 experts need as many token arrays"):
             run(attention(EXPERTS), params, wrong, at, mask, None)
     other = (DUMMY, gemma.Config(width=32, depth=4, mlp_dim=64, num_heads=4, num_kv_heads=1, head_dim=16))
     with pytest.raises(UsageError, match="num_heads"):

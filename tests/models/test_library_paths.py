@@ -17,8 +17,8 @@ pytest.importorskip("flax")
 import jax.numpy as jnp
 from gemma_cases import tokens
 
-from attnbench.dispatch.explain import Explanation
-from attnbench.dispatch.order import Candidate
+from attnbench.dispatch.attention import Explanation
+from attnbench.dispatch.choice import Candidate
 from attnbench.impls.jax import kvax as jax_kvax
 from attnbench.models import attention
 from attnbench.models.attention import standard_attention

@@ -157,7 +157,7 @@ def test_positions_count_valid_tokens_and_the_suffix_goes_on():
 
 def test_pi0_needs_a_state():
     params, observation, actions = case(False)
-    with pytest.raises(UsageError, match="needs the state"):
+    with pytest.raises(UsageError, match=r"needs Observation\(state="):
         pi0.Pi0(config()).apply(
             {"params": params}, observation.replace(state=None), actions, jnp.ones(BATCH), method="velocity"
         )
@@ -235,10 +235,14 @@ BOTH = (pi0.Pi0(config()), flash("auto"))
 @pytest.mark.parametrize(
     "field,shape,words",
     [
-        ("image_mask", (BATCH, 3), "image_mask has a value for every token, here .* repeat the value of a camera"),
-        ("image_mask", (BATCH, IMAGES + 2), "image_mask has a value for every token"),
-        ("image_mask", (1, IMAGES), "image_mask has a value for every token"),
-        ("token_mask", (BATCH, TEXT - 1), "token_mask has a value for every token"),
+        (
+            "image_mask",
+            (BATCH, 3),
+            "image_mask must have a value for every token, here .* repeat the value of a camera",
+        ),
+        ("image_mask", (BATCH, IMAGES + 2), "image_mask must have a value for every token"),
+        ("image_mask", (1, IMAGES), "image_mask must have a value for every token"),
+        ("token_mask", (BATCH, TEXT - 1), "token_mask must have a value for every token"),
     ],
 )
 def test_a_mask_has_a_value_for_every_token(field, shape, words):
@@ -251,14 +255,14 @@ def test_a_mask_has_a_value_for_every_token(field, shape, words):
 @pytest.mark.parametrize(
     "fields,words",
     [
-        ({"image_tokens": jnp.zeros((BATCH, IMAGES, 63))}, "image_tokens are .*, 64], not"),
+        ({"image_tokens": jnp.zeros((BATCH, IMAGES, 63))}, "image_tokens must be .*, 64], not"),
         (
             {"tokens": jnp.zeros((1, TEXT), int), "token_mask": None},
-            "tokens are .batch, length., here .2, length.",
+            "tokens must be .batch, length., here .2, length.",
         ),
-        ({"tokens": jnp.zeros((BATCH, TEXT))}, "tokens are whole numbers, not float32"),
-        ({"state": jnp.zeros((1, WIDE))}, r"states are \[batch, action_dim\], here \[2, 3\], not \[1, 3\]"),
-        ({"state": jnp.zeros((BATCH, WIDE + 1))}, "states are"),
+        ({"tokens": jnp.zeros((BATCH, TEXT))}, "tokens must be whole numbers, not float32"),
+        ({"state": jnp.zeros((1, WIDE))}, r"state must be \[batch, action_dim\], here \[2, 3\], not \[1, 3\]"),
+        ({"state": jnp.zeros((BATCH, WIDE + 1))}, "state must be"),
     ],
 )
 def test_an_observation_agrees_with_itself_and_the_model(fields, words):
@@ -277,18 +281,18 @@ def test_masks_of_zeros_and_ones_are_masks_on_both_paths():
             jax.jit(lambda o, model=model: loss_of(model, params, o, actions))(o) for o in (numbers, observation)
         )
         np.testing.assert_array_equal(found, wanted)
-        with pytest.raises(UsageError, match="image_mask is an array of booleans, or of 0 and 1, not of float32"):
+        with pytest.raises(UsageError, match="image_mask must be an array of booleans, or of 0 and 1, not of float32"):
             loss_of(model, params, observation.replace(image_mask=jnp.ones((BATCH, IMAGES))), actions)
 
 
 @pytest.mark.parametrize(
     "noise,words",
     [
-        (jnp.zeros((1, HORIZON, WIDE)), "noise are .batch, action_horizon, action_dim., here"),
-        (jnp.zeros((BATCH, HORIZON + 1, WIDE)), "noise are"),
-        (jnp.zeros((BATCH, HORIZON, WIDE - 1)), "noise are"),
-        (jnp.zeros((HORIZON, WIDE)), "noise are"),
-        (jnp.zeros((BATCH, HORIZON, WIDE), int), "noise is an array of floating-point numbers, not of int32"),
+        (jnp.zeros((1, HORIZON, WIDE)), "noise must be .batch, action_horizon, action_dim., here"),
+        (jnp.zeros((BATCH, HORIZON + 1, WIDE)), "noise must be"),
+        (jnp.zeros((BATCH, HORIZON, WIDE - 1)), "noise must be"),
+        (jnp.zeros((HORIZON, WIDE)), "noise must be"),
+        (jnp.zeros((BATCH, HORIZON, WIDE), int), "noise must be an array of floating-point numbers, not of int32"),
     ],
 )
 def test_noise_has_the_shape_of_actions(noise, words):

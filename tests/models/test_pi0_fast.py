@@ -185,7 +185,7 @@ def test_a_traced_temperature_is_the_same_as_a_known_one():
     traced = jax.jit(sample)
     np.testing.assert_array_equal(traced(0.0), greedy("contiguous"))
     np.testing.assert_array_equal(traced(5.0), jax.jit(lambda: sample(5.0))())
-    with pytest.raises(UsageError, match="temperature is a number"):
+    with pytest.raises(UsageError, match="temperature must be a number"):
         traced(jnp.ones(BATCH))
 
 
@@ -205,13 +205,16 @@ def test_settings_of_the_sampler_are_checked(words):
 @pytest.mark.parametrize(
     "fields,words",
     [
-        ({"image_mask": jnp.ones((BATCH, 3), bool)}, "image_mask has a value for every token, .* of a camera for all"),
-        ({"token_mask": jnp.ones((BATCH, 3), bool)}, "token_mask has a value for every token"),
-        ({"token_ar_mask": jnp.ones((BATCH, 3), bool)}, "token_ar_mask has a value for every token"),
-        ({"image_mask": jnp.ones((BATCH, IMAGES))}, "image_mask is an array of booleans, or of 0 and 1"),
-        ({"tokens": jnp.ones((1, TEXT), int)}, "tokens are"),
-        ({"image_tokens": jnp.ones((BATCH, IMAGES, 63))}, "image_tokens are"),
-        ({"token_loss_mask": jnp.ones((BATCH, 3), bool)}, "token_loss_mask are .batch, length., here"),
+        (
+            {"image_mask": jnp.ones((BATCH, 3), bool)},
+            "image_mask must have a value for every token, .* of a camera for all",
+        ),
+        ({"token_mask": jnp.ones((BATCH, 3), bool)}, "token_mask must have a value for every token"),
+        ({"token_ar_mask": jnp.ones((BATCH, 3), bool)}, "token_ar_mask must have a value for every token"),
+        ({"image_mask": jnp.ones((BATCH, IMAGES))}, "image_mask must be an array of booleans, or of 0 and 1"),
+        ({"tokens": jnp.ones((1, TEXT), int)}, "tokens must be"),
+        ({"image_tokens": jnp.ones((BATCH, IMAGES, 63))}, "image_tokens must be"),
+        ({"token_loss_mask": jnp.ones((BATCH, 3), bool)}, "token_loss_mask must be .batch, length., here"),
     ],
 )
 @pytest.mark.parametrize("flash", [False, True])

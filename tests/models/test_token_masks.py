@@ -18,7 +18,6 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.dispatch.demand import environment_of
 from attnbench.errors import InvalidWorkload
-from attnbench.impls.jax import _masks_in_jit as jax_late_masks
 from attnbench.impls.jax.nn import Xla
 from attnbench.masks import MaskShape
 from attnbench.models import attention
@@ -92,17 +91,17 @@ def test_rows_that_see_looks_where_nothing_is_promised():
 
 def test_long_runs_are_kernel_calls_and_short_ones_share_a_small_array():
     valid = jnp.ones((1, 867), bool)
-    assert attention.pieces(in_blocks(PI0, valid), "auto") == [
+    assert attention.calls_of_runs(in_blocks(PI0, valid), "auto") == [
         (0, 816, 816, "lengths", "auto"),
         (816, 867, 867, "array", "jax"),
     ]
-    assert [(piece.form, piece.choice) for piece in attention.pieces(in_blocks(PI0), "cudnn")] == [
+    assert [(call.form, call.choice) for call in attention.calls_of_runs(in_blocks(PI0), "cudnn")] == [
         ("none", "cudnn")
     ] * 3
-    assert [piece.form for piece in attention.pieces(in_blocks(PI0, valid), "cudnn")] == ["lengths"] * 3
+    assert [call.form for call in attention.calls_of_runs(in_blocks(PI0, valid), "cudnn")] == ["lengths"] * 3
     decode = TokenMask(kv_len=1274, runs=((1, 1274),), valid=jnp.ones((1, 1274), bool))
-    assert attention.pieces(decode, "auto") == [(0, 1, 1274, "array", "jax")]
-    assert attention.pieces(in_blocks((50,)), "auto") == [(0, 50, 50, "none", "jax")]
+    assert attention.calls_of_runs(decode, "auto") == [(0, 1, 1274, "array", "jax")]
+    assert attention.calls_of_runs(in_blocks((50,)), "auto") == [(0, 50, 50, "none", "jax")]
 
 
 @pytest.mark.parametrize("packed", [0, 12])
@@ -134,8 +133,8 @@ def test_padding_inside_jit_is_chosen_for_by_pass(monkeypatch):
     monkeypatch.setattr(attention, "SHORT", 4)
     q, k = tokens(2, 12, 4, 8, seed=1), tokens(2, 12, 2, 8, seed=2)
     mask = in_blocks((12,), jnp.asarray(np.arange(12) < [[12], [9]]))
-    used, attend = [], jax_late_masks.attend
-    monkeypatch.setattr(jax_late_masks, "attend", lambda name, *a, **how: used.append(name) or attend(name, *a, **how))
+    used, run = [], attention.attend_in_jit
+    monkeypatch.setattr(attention, "attend_in_jit", lambda name, *arrays: used.append(name) or run(name, *arrays))
 
     def entry(name, pass_):
         work = ab.Workload(batch=2, q_len=12, heads=4, kv_heads=2, head_dim=8, pass_=pass_)
@@ -162,21 +161,18 @@ def test_padding_inside_jit_is_chosen_for_by_pass(monkeypatch):
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
-def test_the_flash_path_holds_no_square_array():
+def test_the_flash_path_holds_no_square_array(monkeypatch):
     """The program of a long run with padding has no [.., T, S] boolean among its constants or arguments."""
     mask = in_blocks((256, 1, 50), jnp.ones((2, 307), bool), packed=256)
     shapes = [leaf.shape for leaf in jax.tree.leaves(mask.with_order())]
     assert all(len(shape) == 2 for shape in shapes)
     q, k = (jax.ShapeDtypeStruct((2, 307, n, 16), jnp.float32) for n in (8, 1))
     calls = []
-    real = attention._masks_in_jit.attend
-    attention._masks_in_jit.attend = lambda *a, **w: calls.append(w) or real(*a, **w)
-    try:
-        jax.eval_shape(lambda q, k, v: attention.flash_attention(q, k, v, mask, "auto"), q, k, k)
-    finally:
-        attention._masks_in_jit.attend = real
-    assert [(w["mask"] is None, w["kv_lengths"] is None) for w in calls] == [(True, False), (False, True)]
-    assert calls[1]["mask"].shape == (2, 1, 51, 307)
+    run = attention.attend_in_jit
+    monkeypatch.setattr(attention, "attend_in_jit", lambda *given: calls.append(given) or run(*given))
+    jax.eval_shape(lambda q, k, v: attention.flash_attention(q, k, v, mask, "auto"), q, k, k)
+    assert [(mask is None, lengths is None) for *_, lengths, mask in calls] == [(True, False), (False, True)]
+    assert calls[1][-1].shape == (2, 1, 51, 307)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -281,7 +277,7 @@ def test_padding_of_zeros_and_ones_is_padding():
 def test_padding_of_other_tokens_is_refused(shape):
     valid = jnp.ones(shape, bool)
     for make in (lambda: in_blocks((4, 2), valid), lambda: block_causal(jnp.zeros(6), valid)):
-        with pytest.raises(WrongMaskShape, match="valid of the attention mask is"):
+        with pytest.raises(WrongMaskShape, match="valid of the attention mask must be"):
             make()
 
 
@@ -307,7 +303,7 @@ def test_a_mask_has_at_least_as_many_slots_as_tokens():
         lambda: in_blocks((6,), valid, kv_len=0),
         lambda: block_causal(jnp.zeros(6), valid, 4),
     ):
-        with pytest.raises(WrongMaskShape, match="counts the mask's 6 tokens and empty slots"):
+        with pytest.raises(WrongMaskShape, match="kv_len must be at least the 6 tokens of the mask"):
             make()
     for sizes, start in (((), 0), ((0,), 0), ((3, -1, 2), 0), ((3, 3), 6), ((3, 3), -1)):
         with pytest.raises(InvalidWorkload, match="have no queries from"):

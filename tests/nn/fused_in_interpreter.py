@@ -9,8 +9,8 @@ os.environ.update(isa_cap())  # before torch is first imported
 import torch
 
 from attnbench import masks
-from attnbench.kernels.dilated.pieces import Problem, Task
-from attnbench.kernels.dilated.torch_function import dilated
+from attnbench.kernels.dilated.pieces import DilatedProblem, Task
+from attnbench.kernels.dilated.torch_engines import dilated
 
 CASES = {
     "ragged, three branches": ((1, 70, 2, 2, 16), ([16, 40, 70], [1, 3, 6]), {}, {}),
@@ -34,7 +34,7 @@ def run(shape, pattern, options, how, merge):
         arrays = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
     leaves = [x.requires_grad_() for x in arrays]
     mask = masks.dilated(*pattern, options.get("offset", "mod"))
-    problem = Problem(mask, batch, tokens, heads, kv_heads, options.get("causal", False))
+    problem = DilatedProblem(mask, batch, tokens, heads, kv_heads, options.get("causal", False))
     out, lse = dilated(*leaves, "strided", Task(problem, dim**-0.5, merge=merge, **how))
     return out, lse, *torch.autograd.grad(out, leaves, dout)
 

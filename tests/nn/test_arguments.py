@@ -56,10 +56,10 @@ MODULES = [
         ((8, [1]), {}, "segment_lengths must be a list of whole numbers, not 8"),
         (("8", [1]), {}, "segment_lengths must be a list"),
         (([0], [1]), {}, "at least 1"),
-        (([8], [1]), {"causal": "no"}, "causal is True or False, not 'no'"),
-        (([8], [1]), {"scale": "big"}, "scale is a finite number"),
-        (([8], [1]), {"scale": float("nan")}, "scale is a finite number"),
-        (([8], [1]), {"mix_grad": "x"}, "mix_grad is"),
+        (([8], [1]), {"causal": "no"}, "causal must be True or False, not 'no'"),
+        (([8], [1]), {"scale": "big"}, "scale must be a finite number"),
+        (([8], [1]), {"scale": float("nan")}, "scale must be a finite number"),
+        (([8], [1]), {"mix_grad": "x"}, "mix_grad must be"),
         (([8], [1]), {"offset": "x"}, "offset is"),
     ],
     ids=str,
@@ -83,7 +83,7 @@ def test_whole_numbers_of_other_libraries_are_whole_numbers():
         ((32, 4), {"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
         ((32, 4), {"num_kv_heads": 3}, "does not divide"),
         ((32, 5), {}, "not a multiple"),
-        ((32, 4), {"causal": 1}, "causal is True or False"),
+        ((32, 4), {"causal": 1}, "causal must be True or False"),
         ((32, 4), {"dropout": 0.1}, "no dropout"),
     ],
     ids=str,
@@ -112,7 +112,9 @@ def test_arrays_of_another_library(kind):
     multihead = "Multihead" in kind.__name__
     module = kind(*([32, 4] if multihead else []), [8], [1], **sparse)
     given = [np.zeros((2, 16, 32))] if multihead else [np.zeros((2, 16, 4, 8))] * 3
-    with pytest.raises(UsageError, match=f"{kind.__name__} takes torch tensors, not numpy.ndarray: torch.as_tensor"):
+    with pytest.raises(
+        UsageError, match=f"{kind.__name__} takes torch tensors, not numpy.ndarray: convert with torch.as_tensor"
+    ):
         module(*given)
 
 
@@ -137,9 +139,9 @@ def test_one_array_of_another_library(call, other):
 @MULTIHEAD
 def test_x(kind):
     module, x = kind(32, 4, [8], [1]), torch.randn(2, 16, 32)
-    with pytest.raises(UsageError, match=r"x is torch\.int64 and the weights are torch\.float32"):
+    with pytest.raises(UsageError, match=r"x is torch\.int64, but the weights are torch\.float32"):
         module(x.long())
-    with pytest.raises(UsageError, match=r"x is torch\.float64 and"):
+    with pytest.raises(UsageError, match=r"x is torch\.float64, but"):
         module(x.double())
     with pytest.raises(UsageError, match="at least"):
         module(x[:, :0])

@@ -176,7 +176,7 @@ def test_an_untrained_gate_is_the_plain_estimate():
     q, k, v = arrays(STRUCTURED, 0)
     module.calibrate(q, k)
     assert torch.isfinite(module(q, k, v)).all()
-    with pytest.raises(UsageError, match="for 2 heads of 32, not for 4 of 16"):
+    with pytest.raises(UsageError, match="for 2 heads of 32, but q has 4 heads of 16"):
         nn.create_block_sparse_attention(0.5, "learned", gate=gate, threshold=0.5)(*normal())
 
 
@@ -237,8 +237,16 @@ REFUSED = [
     (lambda: nn.create_block_sparse_attention(0.5, None), UnknownName, 'no block pattern called "None"'),
     (lambda: nn.create_block_sparse_attention(0.5, "diagonal"), UnknownName, "no block pattern"),
     (lambda: nn.create_block_sparse_attention(1.0, "local"), InvalidWorkload, "less than 1"),
-    (lambda: nn.create_block_sparse_attention(0.5, "local", seed=3), UsageError, "seed= belongs to random"),
-    (lambda: nn.create_block_sparse_attention(0.5, "local", threshold=0.5), UsageError, "threshold= belongs to"),
+    (
+        lambda: nn.create_block_sparse_attention(0.5, "local", seed=3),
+        UsageError,
+        "seed= is used by pattern random, not",
+    ),
+    (
+        lambda: nn.create_block_sparse_attention(0.5, "local", threshold=0.5),
+        UsageError,
+        "threshold= is used by pattern",
+    ),
     (lambda: nn.create_block_sparse_attention(0.5, "learned", pool=4, gate=nn.BlockGate(1, 8)), UsageError, "pool="),
     (lambda: nn.create_block_sparse_attention(0.5, "learned"), UsageError, "needs gate="),
     (lambda: nn.create_block_sparse_attention(0.5, "local", block_size=0), UsageError, "block_size"),
@@ -266,18 +274,18 @@ REFUSED = [
 
 GATE = {"gate": nn.BlockGate(1, 8)}
 IGNORED = [
-    ("dynamic_threshold", {"threshold": 1.5}, "threshold is the share of attention to keep"),
-    ("dynamic_threshold", {"threshold": -1}, "threshold is the share of attention to keep"),
-    ("dynamic_threshold", {"threshold": float("nan")}, "threshold is the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": 1.5}, "threshold must be the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": -1}, "threshold must be the share of attention to keep"),
+    ("dynamic_threshold", {"threshold": float("nan")}, "threshold must be the share of attention to keep"),
     ("dynamic_threshold", {"pool": 0}, "pool must be a whole number of at least 1, not 0"),
     ("dynamic_threshold", {"pool": -3}, "pool must be a whole number of at least 1, not -3"),
     ("dynamic_threshold", {"pool": 7}, "7 does not divide 128"),
-    ("learned", {"gate": 3}, "gate is a BlockGate.* not 3"),
+    ("learned", {"gate": 3}, "gate must be a BlockGate.* not 3"),
     ("learned", GATE | {"scale": 0.5}, "the gate was made for scale"),
     ("learned", GATE | {"block_size": 12}, "8 does not divide 12"),
-    ("local", {"causal": "x"}, "causal is True or False"),
-    ("local", {"scale": float("nan")}, "scale is a finite number"),
-    ("local", {"scale": "wide"}, "scale is a finite number"),
+    ("local", {"causal": "x"}, "causal must be True or False"),
+    ("local", {"scale": float("nan")}, "scale must be a finite number"),
+    ("local", {"scale": "wide"}, "scale must be a finite number"),
     ("random", {"seed": -1}, "seed must be a whole number of at least 0"),
 ]
 

@@ -13,8 +13,7 @@ import pytest
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.kernels.dilated.pieces import Problem, Task, pieces
-from attnbench.kernels.dilated.torch_fused import strands
+from attnbench.kernels.dilated.pieces import DilatedProblem, Task, pieces
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -22,9 +21,9 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 import dilated_oracle as oracle
 
-from attnbench.kernels.dilated import torch_engines
-from attnbench.kernels.dilated.torch_function import dilated
-from attnbench.kernels.dilated.torch_fused import is_fused
+from attnbench.kernels.dilated import torch_engines, torch_fused
+from attnbench.kernels.dilated.torch_engines import dilated
+from attnbench.kernels.dilated.torch_fused import is_fused, strands
 from attnbench.nn import DilatedAttention, ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
 
 PAPER = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -33,9 +32,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attnbench.kernels.dilated import triton_kernels
+from attnbench.kernels.dilated.torch_fused import ENTRIES, TOKENS
 
 sizes = dict(WIDTHS={widths}, RATES={rates}, RESTS=(False, True, True, True, True), BRANCHES=5, DIM=64, BLOCK_DIM=64,
-             ALIGN=8, BLOCK=64)
+             ALIGN=8, BLOCK=TOKENS)
 pointers = dict(table="*i64", source="*i64", lse="*fp32", **dict.fromkeys(["out", "first", "second", "third"], "*bf16"))
 tuples = dict(parts=("*bf16",) * 12 + ("*fp32",) * 12, wholes=("*bf16", "*fp32"))
 
@@ -57,7 +57,7 @@ for kernel, more in (
     ptx = compiled(kernel, sizes | more)
     print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), ptx.count("ld.global.b16"))
     assert ("bar.sync" in ptx[ptx.rindex("ld.global.v4.b32"):]) or not more.get("KEEP")
-assert compiled(triton_kernels.place_kernel, dict(FIRST=0, PIECES=12, HAS_LSE=True, BLOCK=128))
+assert compiled(triton_kernels.place_kernel, dict(FIRST=0, PIECES=12, HAS_LSE=True, BLOCK=ENTRIES))
 """
 
 
@@ -77,6 +77,7 @@ def test_fused_and_eager_merges_agree_in_tritons_interpreter():
 @needs_triton
 def test_kernels_compile_for_hopper_with_wide_loads():
     """No GPU needed; a load of single 16-bit numbers would mean that alignment was lost on the way."""
+    assert (torch_fused.TOKENS, torch_fused.ENTRIES) == (64, 128), "the sizes that were measured on an H200"
     done = in_a_process("-c", COMPILE.format(widths=tuple(PAPER[0]), rates=tuple(PAPER[1])))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
@@ -93,7 +94,7 @@ def test_kernels_compile_for_hopper_with_wide_loads():
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("tokens", [36, 41, 5])
 def test_strands_lead_to_every_row_of_every_piece_once(tokens, fold, heads, kv_heads, keys):
-    problem = Problem(masks.dilated([6, 12, 36], [1, 2, 6]), 2, tokens, heads, kv_heads, True)
+    problem = DilatedProblem(masks.dilated([6, 12, 36], [1, 2, 6]), 2, tokens, heads, kv_heads, True)
     found = strands(problem, fold, True, keys)
     led = Counter()
     for row, head, branch, slot, kind in zip(*np.nonzero(found.piece >= 0)):
@@ -118,7 +119,7 @@ def test_strands_lead_to_every_row_of_every_piece_once(tokens, fold, heads, kv_h
     (None, torch.float32, "needs a GPU"),
 ])  # fmt: skip
 def test_what_cannot_be_fused_says_so_or_is_merged_eagerly(lengths, dtype, words):
-    task = Task(Problem(masks.dilated([4], [1]), 2, 8, 2, 2, False, lengths), 1.0)
+    task = Task(DilatedProblem(masks.dilated([4], [1]), 2, 8, 2, 2, False, lengths), 1.0)
     assert not is_fused(task, dtype, torch.device("cpu"))
     with pytest.raises(UsageError, match=words):
         is_fused(task._replace(merge="triton"), dtype, torch.device("cpu"))
@@ -138,7 +139,7 @@ def test_on_a_gpu_against_float64(batch, tokens, causal, heads, kv_heads, dim, d
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     want, want_lse = oracle.attention(*exact, oracle.visible_counts(q, segments, rates, causal=causal))
     want_grads = torch.autograd.grad(want, exact, dout.double())
-    problem = Problem(masks.dilated(segments, rates), batch, tokens, heads, kv_heads, causal)
+    problem = DilatedProblem(masks.dilated(segments, rates), batch, tokens, heads, kv_heads, causal)
     for merge in ("triton", "eager"):
         leaves = [x.cuda().requires_grad_() for x in (q, k, v)]
         out, lse = dilated(*leaves, "strided", Task(problem, dim**-0.5, merge=merge, diagonal=diagonal))

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from attnbench import masks
-from attnbench.kernels.dilated.pieces import Problem, Task
+from attnbench.kernels.dilated.pieces import DilatedProblem, Task
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -31,7 +31,7 @@ def assert_right(out, q, k, v):
 
 def task(arrays, **options):
     (batch, tokens, heads, _), kv_heads = arrays[0].shape, arrays[1].shape[2]
-    return Task(Problem(masks.dilated(SEGMENTS, RATES), batch, tokens, heads, kv_heads, True), 0.5, **options)
+    return Task(DilatedProblem(masks.dilated(SEGMENTS, RATES), batch, tokens, heads, kv_heads, True), 0.5, **options)
 
 
 def test_arrays_alike_share_a_plan_and_others_do_not(monkeypatch):

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.torch
 import dilated_oracle as oracle
 
 import attnbench as ab
+from attnbench import nn
 from attnbench.errors import UnknownName, UsageError
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
@@ -24,7 +25,6 @@ from attnbench.nn import (
     RingMultiheadDilatedAttention,
     create_dilated_attention,
     create_multihead_dilated_attention,
-    factory,
 )
 
 PATTERN = ([8, 24], [1, 3])
@@ -120,7 +120,7 @@ KINDS = {
 
 
 def test_every_kind_is_tried():
-    assert set(KINDS) == {*factory.KINDS, *factory.ALIASES}
+    assert set(KINDS) == {*nn.KINDS, *nn.ALIASES}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +142,7 @@ def test_no_option_is_dropped_silently():
 
 @pytest.mark.parametrize("kind, near", [("improve", "Near: improved."), ("spiral", ""), (None, "")])
 def test_an_unknown_kind_names_the_nearest_and_all_there_are(kind, near):
-    every = "There is: standard, improved, ring, block_sparse_ring, auto, distributed."
+    every = "Known: standard, improved, ring, block_sparse_ring, auto, distributed."
     for make in (create_dilated_attention, lambda *given: create_multihead_dilated_attention(kind, 24, 6, *given[1:])):
         with pytest.raises(UnknownName) as caught:
             make(kind, *PATTERN)

@@ -23,7 +23,7 @@ import attnbench as ab
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UsageError
 from attnbench.kernels.ring import schedule
-from attnbench.kernels.ring.dilated_work import calls
+from attnbench.kernels.ring.work import calls
 from attnbench.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -142,12 +142,12 @@ def test_multihead_kinds_share_parameters_and_numbers():
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=1.0), "less than 1"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, pattern="learned"), "fixed patterns local,"),
         (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=np.ones((2, 1, 3, 3), bool)), "all batch rows"),
-        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, pattern="random"), "pattern= belongs"),
-        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, seed=3), "seed= belongs to sparsity="),
-        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, seed=3), "seed= belongs to random"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, pattern="random"), "pattern= is used"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=EVERY, seed=3), "seed= is used only with"),
+        (lambda: BlockSparseRingDilatedAttention(*PATTERN, sparsity=0.5, seed=3), "seed= is used by pattern random"),
         (
             lambda: BlockSparseRingDilatedAttention(*PATTERN, block_mask=masks.blocks(EVERY, 4), block_size=16),
-            "has blocks of 4: leave out block_size=16",
+            "has blocks of 4 tokens: leave out block_size=16",
         ),
         (lambda: RingDilatedAttention(*PATTERN, dropout=0.1), "dropout"),
     ],
@@ -183,7 +183,9 @@ def test_the_gradient_of_the_lse_is_one_devices_even_where_one_rank_alone_asks_f
 
 def test_a_wrong_shard_is_refused_by_every_rank(told):
     for found in told:
-        assert found["wrong"] == "ranks hold 16, 17, 16 queries; laid out zigzag, 49 make 17, 16, 16."
+        assert (
+            found["wrong"] == 'ranks hold 16, 17, 16 queries, but layout "zigzag" divides 49 queries into 17, 16, 16.'
+        )
 
 
 @pytest.mark.parametrize(
@@ -197,14 +199,14 @@ def test_a_wrong_shard_is_refused_by_every_rank(told):
         ("kind", "takes torch tensors, not None"),
         ("key lengths", "cannot be negative"),
         ("module's shape", "shapes do not go together"),
-        ("multihead's shape", "x is [batch, tokens, 32]"),
+        ("multihead's shape", "x must be [batch, tokens, 32]"),
         ("multihead's dtype", "cast one of them"),
     ],
 )
 def test_what_one_rank_refuses_all_refuse(told, what, of_rank_1):
     """The others would wait for it until the process group gives up."""
     for rank, found in enumerate(told):
-        wanted = of_rank_1 if rank == 1 else "rank 1 of 3 refused this call, and so does"
+        wanted = of_rank_1 if rank == 1 else f"rank 1 of 3 refused this call, so rank {rank} stops too"
         assert wanted in found["refused"][what], rank
 
 
@@ -213,7 +215,7 @@ def test_what_one_rank_refuses_all_refuse(told, what, of_rank_1):
 )
 def test_ranks_that_disagree_are_told_on_what(told, what, name):
     for found in told:
-        assert found["refused"][what] == f"ranks disagree on {name}: every rank gives the same."
+        assert found["refused"][what] == f"ranks disagree on {name}: every rank must give the same value."
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -230,13 +232,16 @@ def test_ranks_give_what_one_device_and_the_oracle_give(told_of_lengths, layout,
 
 def test_lengths_that_differ_from_rank_to_rank_are_refused_by_all(told_of_lengths):
     for found in told_of_lengths if len(told_of_lengths) > 1 else ():
-        assert found["unlike"] == "kv_lengths differ from rank to rank: every rank gives those of the whole sequence."
+        assert (
+            found["unlike"]
+            == "kv_lengths differ between ranks: every rank must give the lengths of the whole sequence."
+        )
 
 
 def test_whatever_else_differs_from_rank_to_rank_is_refused_by_all(told_of_lengths):
     for found in told_of_lengths if len(told_of_lengths) > 1 else ():
         for name, answer in found["disagreements"]:
-            assert answer == f"ranks disagree on {name}: every rank gives the same."
+            assert answer == f"ranks disagree on {name}: every rank must give the same value."
 
 
 def test_multihead_with_lengths():
@@ -251,7 +256,7 @@ def test_multihead_with_lengths():
 @pytest.mark.parametrize(
     "lengths, words",
     [
-        ([5], "names 1 batch rows"),
+        ([5], "has 1 batch rows"),
         ([5, 99], "lie in 0 ... 53"),
         ([5, -1], "negative"),
         ([5, 2.5], "whole numbers"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -217,7 +217,7 @@ def _not_measured_again(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, An
     files = WRITTEN / "comparison.json", WRITTEN / "doctor.json"
     comparison, diagnosis = (msgspec.json.decode(file.read_bytes(), type=one) for file, one in zip(files, made))
     slower = msgspec.structs.replace(comparison, verdict="slower")
-    comparing = sys.modules[attnbench.compare.__module__]
+    comparing = importlib.import_module(attnbench.compare.__module__)  # a test of plugins may have unloaded it
     patch.setattr(comparing, "compare", lambda *given, **named: comparison)
     patch.setattr(comparing, "compare_refs", lambda *given, **named: slower)
     patch.setattr(home("diagnose"), "diagnose", lambda *given: diagnosis)

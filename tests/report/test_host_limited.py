@@ -13,15 +13,14 @@ from page_factory import source
 from record_factory import noisy, ok, timing, unsupported, workload
 from rich.console import Console
 
-from attnbench.choosing.candidates import Source
+from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing as closing_of_choice
 from attnbench.choosing.text import document as document_of_choice
-from attnbench.cli.session import document
+from attnbench.cli.run import document
 from attnbench.measuring.rates import BOUND, host_limit, notes_of
 from attnbench.report.terminal import print_cell, print_rankings
-from attnbench.results.exports.table import Source as Export
-from attnbench.results.exports.table import rows
+from attnbench.results.exports.table import ExportedRun, rows
 from attnbench.results.recommend import recommend
 from attnbench.results.run_file import new_header, read_run
 from attnbench.results.sentences import closing, count_notes
@@ -104,7 +103,7 @@ def test_details_notes_and_documents_say_it():
 
 
 def test_exports_hold_the_note():
-    (row,) = rows([Export("r", new_header("0", "s"), [SLOW])])
+    (row,) = rows([ExportedRun("r", new_header("0", "s"), [SLOW])])
     assert row["notes"] == LEGEND
 
 
@@ -133,7 +132,7 @@ def test_advice_says_it():
 
 
 def test_a_choice_says_it():
-    chosen = choose([Source("run", "2026", [SLOW, FINE])])
+    chosen = choose([CandidateRun("run", "2026", [SLOW, FINE])])
     told = (
         "1 of 1 choices is host-limited (torch.dilated): the call takes up to 9.2x the kernel time that was compared."
     )
@@ -144,7 +143,7 @@ def test_a_choice_says_it():
         workload().id,
         pytest.approx(9.24, rel=0.01),
     )
-    fine = choose([Source("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
+    fine = choose([CandidateRun("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
     assert "host" not in closing_of_choice(fine)
 
 

@@ -15,19 +15,19 @@ from attnbench.report.html import history
 from attnbench.report.html.cells import make_cells
 from attnbench.report.html.history import NO_HISTORY, find_history, of_section, point_rows, trend_rows
 from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import Source, gather
+from attnbench.report.html.sections import ReportedRun, gather
 from attnbench.report.html.views import View
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
 
-def rows_of(sources: list[Source], make=point_rows, between=None) -> list[dict]:
+def rows_of(sources: list[ReportedRun], make=point_rows, between=None) -> list[dict]:
     (section,) = gather(sources)
     trends = of_section(find_history(sources, {}, between), section)
     return make(trends, make_cells(section).names)
 
 
-def view_of(sources: list[Source]) -> View:
+def view_of(sources: list[ReportedRun]) -> View:
     (part,) = compose(sources, history=find_history(sources, {})).parts
     return next(view for view in part.views if view.name == "history")
 
@@ -52,7 +52,7 @@ def test_cells_that_changed_come_first_and_say_since_when():
     assert second["changes"] is None
 
 
-def moved(run: Source, **environment) -> Source:
+def moved(run: ReportedRun, **environment) -> ReportedRun:
     """The same run with other facts of the environment."""
     records = [
         msgspec.structs.replace(r, environment=msgspec.structs.replace(r.environment, **environment))
@@ -113,7 +113,7 @@ class TestReasons:
 
     def test_no_detector(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(history, "detector_missing", lambda: "steps need ruptures")
-        assert "Steps were not looked for: steps need ruptures." in view_of(step_history()).note
+        assert "Steps were not searched for: steps need ruptures." in view_of(step_history()).note
 
     def test_how_many_changed(self):
         pytest.importorskip("ruptures")

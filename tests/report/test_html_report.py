@@ -22,17 +22,17 @@ pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
 from attnbench import masks
-from attnbench.report.html import derived, images
-from attnbench.report.html.cells import choose_baselines, make_cells, share_of_allowed
-from attnbench.report.html.derived import growth_rows
+from attnbench.report.html import images, views
+from attnbench.report.html.cells import choose_baselines, make_cells, pack, unpack
 from attnbench.report.html.encodings import SYMBOLS, order_labels, ranges
 from attnbench.report.html.images import write_images
 from attnbench.report.html.layout import family_choices, set_beside
 from attnbench.report.html.markdown import summarise
-from attnbench.report.html.packing import pack, script_json, unpack
-from attnbench.report.html.page import _capital, compose, render
+from attnbench.report.html.page import capital, compose, render, script_json
 from attnbench.report.html.sections import gather, name_shapes
+from attnbench.report.html.views import growth_rows
 from attnbench.report.summaries import group_advice
+from attnbench.results.records import share_of_allowed
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
@@ -255,8 +255,8 @@ class TestAnswers:
         assert re.search(rf"3 of 4</span> · {span}, not certain</span>", text)
 
     def test_a_name_keeps_its_small_letter(self):
-        assert _capital("jax.xla is nowhere behind") == "jax.xla is nowhere behind"
-        assert _capital("use torch.sdpa") == "Use torch.sdpa"
+        assert capital("jax.xla is nowhere behind") == "jax.xla is nowhere behind"
+        assert capital("use torch.sdpa") == "Use torch.sdpa"
 
     def test_sections_that_read_alike_name_their_runs(self):
         other = msgspec.structs.replace(CPU, threads=2, python="3.99")
@@ -301,7 +301,7 @@ class TestColours:
 class TestDerived:
     def test_frameworks_side_by_side(self):
         cells = make_cells(section_of(*two_frameworks()))
-        (row,) = derived.side_by_side(cells)
+        (row,) = views.side_by_side(cells)
         assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.xla")
         assert row["gain"] == pytest.approx(2, rel=0.05)
         assert row["side"] == "torch"
@@ -311,7 +311,7 @@ class TestDerived:
         whole = source(timed("torch.sdpa", 1e6), timed("jax.cudnn", 2e6, environment=JAX))
         narrow = source(timed("torch.sdpa", 1e6), timed("jax.tokamax-xla", 18e6, environment=JAX))
         (section,) = gather([(whole, narrow)[place] for place in order])
-        (row,) = derived.side_by_side(make_cells(section))
+        (row,) = views.side_by_side(make_cells(section))
         assert (row["torch"], row["jax"]) == ("torch.sdpa", "jax.cudnn")
         assert row["gain"] == pytest.approx(2, rel=0.05)
 
@@ -327,11 +327,11 @@ class TestDerived:
     def test_one_sample_cannot_tell_who_is_faster(self):
         here = {"torch.sdpa": CPU, "jax.xla": JAX}
         records = [ok(name, time=timing([1e6]), environment=place) for name, place in here.items()]
-        (row,) = derived.side_by_side(make_cells(section_of(*records)))
+        (row,) = views.side_by_side(make_cells(section_of(*records)))
         assert row["side"] == "cannot tell"
 
     def test_kernels_of_several_shapes_share_a_row(self):
-        rows = derived.kernels(make_cells(section_of(*two_frameworks())))
+        rows = views.kernels(make_cells(section_of(*two_frameworks())))
         assert {(row["label"], row["kernels"]) for row in rows} == {("torch.sdpa", "flash_fwd")}
         assert len({row["workload"] for row in rows}) == 2
 
@@ -354,7 +354,7 @@ class TestDerived:
 
     def test_one_line_per_reason(self):
         records = two_frameworks()
-        rows = derived.not_run(records, name_shapes(record.workload for record in records))
+        rows = views.not_run(records, name_shapes(record.workload for record in records))
         assert [(row["status"], row["cells"], row["labels"]) for row in rows] == [
             ("unsupported", 2, "torch.fa3, torch.fa4"),
             ("incorrect", 1, "mine"),
@@ -364,13 +364,13 @@ class TestDerived:
         compute = Cost(flops=1000, bytes=1, tflops=5.0, gb_per_s=1.0, roofline=0.5, bound="compute")
         memory = Cost(flops=1, bytes=1, tflops=0.1, gb_per_s=100.0, roofline=0.5, bound="memory")
         cells = make_cells(section_of(timed("torch.a", 1e6, cost=compute), timed("torch.b", 1e6, cost=memory)))
-        points = [(row["intensity"], row["tflops"]) for row in derived.roofs(cells)]
+        points = [(row["intensity"], row["tflops"]) for row in views.roofs(cells)]
         assert points == [(1.0, 0.2), (50.0, 10.0), (1000.0, 10.0)]
 
     def test_the_cache_belongs_to_the_shape(self):
         memory = Memory(peak_bytes=1, kv_cache_bytes=128 * 100)
         section = section_of(timed("torch.a", 1e6, memory=memory), timed("torch.b", 1e6, memory=memory))
-        (row,) = derived.kv_cache(make_cells(section))
+        (row,) = views.kv_cache(make_cells(section))
         assert (row["cache"], row["per_token"]) == (12800, 100)
 
 

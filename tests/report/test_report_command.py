@@ -16,7 +16,7 @@ from page_factory import timed, two_frameworks
 from record_factory import CPU, incorrect, unsupported, workload
 from run_history import step_history
 
-from attnbench import drafts
+from attnbench import files
 from attnbench.cli import execute
 from attnbench.comparing.ci_files import record_commands
 from attnbench.report.summaries import FILES
@@ -46,7 +46,7 @@ def write_run(path: Path, records: Sequence[Record], header: Header | None = Non
 
 def refuse(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """From now on no file with this word in its name can be written."""
-    draft_of = drafts.draft_of
+    draft_of = files.draft_of
 
     @contextmanager
     def full(path: Path) -> Iterator[Path]:
@@ -55,7 +55,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             yield draft
 
-    monkeypatch.setattr(drafts, "draft_of", full)
+    monkeypatch.setattr(files, "draft_of", full)
 
 
 class TestWhere:
@@ -108,7 +108,7 @@ class TestTrouble:
         refuse(monkeypatch, "memory.json")
         assert execute(["report"]) == 2
         told = capsys.readouterr().err
-        assert "the page is written to runs/machine/first.html, its summaries are not: cannot write to" in told
+        assert "the page was written to runs/machine/first.html, but its summaries were not: cannot write to" in told
         assert "No space left on device. Choose another folder with --summaries" in told
         assert {path: path.read_text() for path in run_file.with_name("first-summary").iterdir()} == before
 
@@ -167,7 +167,7 @@ class TestRefuses:
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(run_file.read_bytes())
         assert execute(["report", str(run_file), run, *options] if options else ["report", run]) == 2
-        assert f"{run} is the run itself" in capsys.readouterr().err
+        assert f"{run} is one of the run files to read" in capsys.readouterr().err
         assert copy.read_bytes() == run_file.read_bytes()
 
     @pytest.mark.parametrize("command", ["report", "show"])
@@ -175,8 +175,8 @@ class TestRefuses:
         ("wanted", "told"),
         [
             ("torch.egaer", 'no implementation in these runs called "torch.egaer". Near: torch.eager'),
-            ("nobody", "There is: jax.xla, mine, torch.eager, torch.fa3, torch.fa4, torch.sdpa."),
-            ("torch.fa3", "nothing can be compared with torch.fa3: it was timed on no shape in these runs."),
+            ("nobody", "Known: jax.xla, mine, torch.eager, torch.fa3, torch.fa4, torch.sdpa."),
+            ("torch.fa3", "nothing can be compared with torch.fa3: it was not timed on any shape in these runs."),
         ],
     )
     def test_a_baseline_that_is_not_there(

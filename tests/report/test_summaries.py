@@ -9,8 +9,7 @@ from length_factory import along, out_of_memory
 from record_factory import incorrect, ok, unsupported, workload
 
 from attnbench.errors import UsageError
-from attnbench.report.summaries import MOST_LINES, WIDTH, write_summaries
-from attnbench.report.summary_documents import Measured
+from attnbench.report.summaries import MOST_LINES, WIDTH, MachineStandings, write_summaries
 from attnbench.results.recommend import recommend
 from attnbench.results.run_file import read_run
 from attnbench.results.sentences import closing
@@ -28,8 +27,8 @@ RECORDS = [
 ]
 
 
-def measured(*runs: Sequence[Record], title: str = "here") -> Measured:
-    return Measured(title, Standings(runs), [closing(runs[-1])], recommend(*runs))
+def measured(*runs: Sequence[Record], title: str = "here") -> MachineStandings:
+    return MachineStandings(title, Standings(runs), [closing(runs[-1])], recommend(*runs))
 
 
 @pytest.fixture(scope="module")

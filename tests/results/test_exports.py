@@ -23,7 +23,7 @@ from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.results.exports.benchmark_tools import timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-from attnbench.results.exports.table import COLUMNS, Source, rows
+from attnbench.results.exports.table import COLUMNS, ExportedRun, rows
 from attnbench.results.run_file import new_header, read_run
 from attnbench.spec import Cost, Errors, Memory, Ok
 
@@ -64,11 +64,11 @@ RECORDS = (
 )
 
 
-def source(records: Sequence[object] = RECORDS, name: str = "run") -> list[Source]:
-    return [Source(name, HEADER, records)]  # type: ignore[arg-type]
+def source(records: Sequence[object] = RECORDS, name: str = "run") -> list[ExportedRun]:
+    return [ExportedRun(name, HEADER, records)]  # type: ignore[arg-type]
 
 
-def hostile() -> list[Source]:
+def hostile() -> list[ExportedRun]:
     """Hostile implementation names, reasons and notes."""
     bad = [ok(text, [1e6, 2e6], notes=(text,)) for text in HOSTILE]
     return source([*bad, *(unsupported("torch.fa3", text, workload(8 + i)) for i, text in enumerate(HOSTILE))])
@@ -110,7 +110,7 @@ def test_values_have_the_types_of_their_columns():
 # ---- CSV
 
 
-def read_csv(sources: list[Source]) -> list[dict[str, str]]:
+def read_csv(sources: list[ExportedRun]) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(export_text(sources, "csv"), newline="")))
 
 
@@ -332,7 +332,7 @@ def test_published_runs_can_be_exported(form: str, run: str, tmp_path: Path):
     if form == "parquet":
         pytest.importorskip("duckdb")
     read = read_run(RESULTS / f"{run}.jsonl")
-    sources = [Source(run, read.header, read.records)]
+    sources = [ExportedRun(run, read.header, read.records)]
     path = tmp_path / "out"
     export_file(sources, form, path)
     assert path.stat().st_size > 1000
@@ -392,15 +392,15 @@ def test_a_failed_export_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("form", BINARY)
 def test_integers_that_no_column_holds_are_refused(form: str, tmp_path: Path):
     record = ok("torch.sdpa", noisy(1e6, 1), cost=Cost(flops=1 << 70, bytes=1))
-    with pytest.raises(UsageError, match=r"flops of torch.sdpa on .* in a needs 71 bits .* --format csv"):
-        export_file([Source("a", new_header("0", "quick"), [record])], form, tmp_path / "out")
+    with pytest.raises(UsageError, match=r"flops of torch.sdpa on .* in a needs 71 bits, .* --format csv"):
+        export_file([ExportedRun("a", new_header("0", "quick"), [record])], form, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    assert str(1 << 70) in export_text([Source("a", new_header("0", "quick"), [record])], "csv")
+    assert str(1 << 70) in export_text([ExportedRun("a", new_header("0", "quick"), [record])], "csv")
 
 
 def test_a_row_of_many_megabytes_in_parquet(tmp_path: Path):
     duckdb = pytest.importorskip("duckdb")
     record = unsupported("torch.fa3", "x" * 20_000_000)
-    export_file([Source("a", new_header("0", "quick"), [record])], "parquet", tmp_path / "out.parquet")
+    export_file([ExportedRun("a", new_header("0", "quick"), [record])], "parquet", tmp_path / "out.parquet")
     found = duckdb.sql(f"SELECT length(reason) FROM '{tmp_path / 'out.parquet'}'").fetchall()
     assert found == [(20_000_000,)]

@@ -8,13 +8,21 @@ import pytest
 from length_factory import GPU, LENGTHS, along, out_of_memory, timed
 from record_factory import ok, timing
 
-from attnbench.results.growth import Point, compute_bound, exponent, fits_until, growth, memory_points, time_points
+from attnbench.results.growth import (
+    MeasuredLength,
+    compute_bound,
+    exponent,
+    fits_until,
+    growth,
+    memory_points,
+    time_points,
+)
 from attnbench.spec import Cost, Memory
 from attnbench.workloads.cost import demand
 
 
 def points(curve, lengths=LENGTHS, spread=0.01):
-    return [Point(length=n, value=curve(n), spread=spread, theory=n * n) for n in lengths]
+    return [MeasuredLength(length=n, value=curve(n), spread=spread, theory=n * n) for n in lengths]
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 1.7, 2.0])
@@ -64,7 +72,7 @@ def test_two_lengths_that_are_near_give_nothing():
 def test_too_little_is_said_to_be_so():
     assert exponent([]) is None
     assert exponent(points(float, lengths=(512, 512))) is None
-    one_round = [Point(length=n, value=n, spread=None) for n in LENGTHS]
+    one_round = [MeasuredLength(length=n, value=n, spread=None) for n in LENGTHS]
     assert exponent(one_round).overall.interval is None
     assert exponent(one_round).overall.theory is None
 

@@ -22,10 +22,10 @@ from page_factory import JAX, source
 from record_factory import CPU, ok, workload
 from rich.console import Console
 
-from attnbench.choosing.candidates import Source
+from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
-from attnbench.cli.session import document
-from attnbench.comparing.gate_markdown import clean
+from attnbench.cli.run import document
+from attnbench.comparing.gate_text import clean
 from attnbench.errors import AttnBenchError
 from attnbench.report.terminal import print_rankings
 from attnbench.results import standings as engine
@@ -43,13 +43,11 @@ pytest.importorskip("vl_convert")
 
 import gallery_captions as captions
 
-from attnbench.report.html.cells import winner_rows
-from attnbench.report.html.derived import side_by_side
+from attnbench.report.html.cells import pack, unpack, winner_rows
 from attnbench.report.html.markdown import summarise
-from attnbench.report.html.packing import pack, unpack
-from attnbench.report.html.page import Page, Part, compose, measured
-from attnbench.report.summaries import summary_text
-from attnbench.report.summary_documents import performance
+from attnbench.report.html.page import Page, PageSection, collect_standings, compose
+from attnbench.report.html.views import side_by_side
+from attnbench.report.summaries import performance, summary_text
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.jsonl"))
@@ -133,7 +131,7 @@ def page_rows(page: Page, number: int) -> list[dict[str, Any]]:
 def check_page(page: Page) -> None:
     """Markdown, summaries and advice of a page say what its map says."""
     told = summarise(page)
-    parts = measured(page)
+    parts = collect_standings(page)
     text = " ".join(summary_text(parts, performance(parts)).split())
     for number, part in enumerate(page.parts):
         rows = page_rows(page, number)
@@ -164,9 +162,9 @@ def check_page(page: Page) -> None:
                 assert one.pick.led == sum(not names.isdisjoint(tied[key]) for key in one.workloads)
 
 
-def check_speedups(part: Part, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
+def check_speedups(part: PageSection, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
     """A category of a speed-up, on the page and in the documents, calls tied what the ranking calls tied."""
-    named = {one.title: one for one in measured(Page([], [part], [], []))}
+    named = {one.title: one for one in collect_standings(Page([], [part], [], []))}
     for row in performance(list(named.values()))["speedups"]:
         first, ratio = winners.get(row["workload"]), row["ratio"]
         assert (row["category"] in ("no significant difference", "cannot tell")) == (ratio.sign == 0)
@@ -176,7 +174,7 @@ def check_speedups(part: Part, winners: dict[str, dict[str, Any]], tied: dict[st
             assert (row["implementation"] in tied[row["workload"]]) == (row["category"] != "investigate"), row
 
 
-def check_sides(part: Part, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
+def check_sides(part: PageSection, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
     """The table of both frameworks names the faster of two as the winner map does."""
     for row in side_by_side(part.cells):
         standing = part.cells.standings.overall[row["workload"]]
@@ -197,7 +195,7 @@ def _tied(rows: list[dict[str, Any]], first: dict[str, Any]) -> set[str]:
     return {row["label"] for row in mine if row["kernel"] == first["kernel"] or row["place"] in near}
 
 
-def check_policy(sources: Sequence[Source], page: Page) -> None:
+def check_policy(sources: Sequence[CandidateRun], page: Page) -> None:
     """`choose` picks from the run that decides on the page, and what it picks is unbeaten there."""
     placed: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for number in range(len(page.parts)):
@@ -242,7 +240,7 @@ def check_run(records: Sequence[Record]) -> None:
         assert any(same_kernel(records, best, name) for name in said), (best, closing)
     page = compose([source(*records)])
     check_page(page)
-    check_policy([Source("run", "2026", records)], page)
+    check_policy([CandidateRun("run", "2026", records)], page)
     check_headlines(page, ranking, timed)
     if len(page.parts) > 1:
         return
@@ -309,7 +307,7 @@ def test_every_output_of_several_runs_names_the_same_winners(runs: list[list[Ok]
     days = [f"2026-01-0{day + 1}" for day in range(len(runs))]
     page = compose([source(*records, created=day) for records, day in zip(runs, days)])
     check_page(page)
-    check_policy([Source(day, day, records) for records, day in zip(runs, days)], page)
+    check_policy([CandidateRun(day, day, records) for records, day in zip(runs, days)], page)
     (part,) = page.parts
     rows = page_rows(page, 0)
     for row in winner_rows(rows):
@@ -333,7 +331,7 @@ def test_two_runs_make_report_and_policy_name_one_winner():
     new = [timed("torch.a", 1.08), timed("torch.b", 1.0)]
     (part,) = compose([source(*old), source(*new)]).parts
     assert part.headline[0].pick is not None
-    (entry,) = choose([Source("a", "2026-01-01", old), Source("b", "2026-01-02", new)]).policy.entries
+    (entry,) = choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)]).policy.entries
     assert part.headline[0].pick.name == entry.use.label == "torch.b"
     assert winner_rows(part.cells.rows)[0]["label"] == "torch.b"
 
@@ -362,8 +360,8 @@ def test_a_command_compares_two_records_once(command: str, monkeypatch: pytest.M
     elif command == "report":
         page = compose([source(*records)])
         summarise(page)
-        performance(measured(page))
+        performance(collect_standings(page))
     else:
-        choose([Source("run", "2026", records)])
+        choose([CandidateRun("run", "2026", records)])
     assert counted
     assert set(counted.values()) == {1}

@@ -15,8 +15,7 @@ from attnbench.cli import execute
 from attnbench.comparing.baselines import read_baseline, save
 from attnbench.errors import BrokenFile
 from attnbench.report.pytest_session import read_earlier
-from attnbench.results.run_file import RunWriter, new_header, read_run
-from attnbench.results.times import impossible_times
+from attnbench.results.run_file import RunWriter, impossible_times, new_header, read_run
 from attnbench.spec import Ok, Time
 
 GOOD = timing([3e6, 4e6, 5e6], rounds=[2, 1])

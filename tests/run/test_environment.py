@@ -32,7 +32,7 @@ def described(framework):
         answer = worker.ask(p.Describe([]), START_S)
     finally:
         worker.kill()
-    assert isinstance(answer, p.Described)
+    assert isinstance(answer, p.EnvironmentAnswer)
     return answer.environment
 
 
@@ -135,7 +135,7 @@ def test_stored_ceilings_that_a_short_look_does_not_come_near_are_measured_again
 
     def ask(self, group, question, timeout_s):
         asked.append((group, question.brief))
-        return p.Measured(seen if question.brief else measured)
+        return p.MeasuredCeilings(seen if question.brief else measured)
 
     monkeypatch.setattr(Pool, "ask", ask)
     monkeypatch.setattr(Pool, "start", lambda self, groups: None)

@@ -346,9 +346,7 @@ def test_a_nursery_that_dies_is_started_again():
 
 def test_ctrl_c_while_both_open_does_not_wait_for_them(monkeypatch):
     """On an accelerator both open at once, in threads."""
-    monkeypatch.setattr(
-        module.Experiment, "_describe", lambda self, side, workers: self._devices.update({side: "cuda"})
-    )
+    monkeypatch.setattr(module.SideWorker, "describe", lambda self: "cuda")
     both_open = Path(os.environ["COMPARED_DIARY"])
 
     def press():

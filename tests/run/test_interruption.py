@@ -44,7 +44,7 @@ def test_ctrl_c_keeps_everything_and_says_how_to_go_on(second_workload, tmp_path
     done = finish(process)
     assert done.returncode == 130
     shown = path.relative_to(tmp_path)
-    assert f"Go on with: attnbench run --resume {shown}" in done.stderr
+    assert f"Continue with: attnbench run --resume {shown}" in done.stderr
     assert str(shown) in done.stdout
     assert lengths(path) == [16]
     assert pids

@@ -218,7 +218,7 @@ def test_ceilings_that_are_measured_again_cost_no_cell(lab, monkeypatch):
     assert not any("ended between" in warning for warning in seen.warnings)
 
 
-@pytest.mark.parametrize("kind", [p.WarmUp, p.Sample, p.SampleOther])
+@pytest.mark.parametrize("kind", [p.WarmUp, p.TakeSample, p.SampleOther])
 def test_a_worker_that_ended_between_two_questions_costs_no_cell(lab, monkeypatch, kind):
     gone = []
 
@@ -237,7 +237,7 @@ def test_a_worker_that_ended_between_two_questions_costs_no_cell(lab, monkeypatc
         ("numpy.float32", "numpy.reference", *NAMES), "ok"
     )
     told = [warning for warning in seen.warnings if "load" not in warning]
-    assert told == ["a numpy worker ended between two questions: its cells start again"]
+    assert told == ["a numpy worker ended while it was idle: its cells start again"]
 
 
 def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap, monkeypatch):
@@ -248,7 +248,7 @@ def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap
         if group in poisoned:
             poisoned.discard(group)
             pool.dismiss(group)
-        if isinstance(question, p.Sample) and question.cell.startswith("numpy.reference/"):
+        if isinstance(question, p.TakeSample) and question.cell.startswith("numpy.reference/"):
             poisoned.add(group)
 
     Watched(monkeypatch, ends_later)
@@ -256,10 +256,11 @@ def test_one_that_ends_its_worker_whenever_it_was_sampled_is_found_out(lab, trap
     assert {name: record.status for name, record in seen.by_name.items()} == {
         "numpy.reference": "failed", "numpy.float32": "ok", "honest": "ok",
     }  # fmt: skip
-    assert "ended between two questions" in seen.by_name["numpy.reference"].reason
+    assert "ended while it was idle" in seen.by_name["numpy.reference"].reason
     assert any("measured apart" in note for note in seen.by_name["numpy.float32"].notes)
 
 
+@pytest.mark.new_workers
 def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
     with Pool((), None, None) as pool:
         group = Group("numpy")
@@ -270,7 +271,7 @@ def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
         worker._process.poll = lambda: None  # as if it had ended a moment later
         cell = Cell("numpy.float32", causal)
         assert isinstance(pool.ask(group, p.Open(cell, False, True, None, 1), 60), p.Opened)
-        refused = pool.ask(group, p.Sample("other", "main", 1, 1), 60)
+        refused = pool.ask(group, p.TakeSample("other", "main", 1, 1), 60)
         assert isinstance(refused, p.Refused)
         assert refused.not_open
 
@@ -279,7 +280,7 @@ def test_a_worker_that_is_gone_before_it_is_asked_is_replaced(causal):
     "question",
     [
         p.WarmUp("cell"),
-        p.Sample("cell", "main", 1, 1),
+        p.TakeSample("cell", "main", 1, 1),
         p.SampleOther("cell", "wall", 1),
         p.TakeBlock("cell", 1),
         p.Trace("cell", "folder"),
@@ -328,12 +329,14 @@ class Fails:
         return self._real("attnbench.no_such_module" if self.started <= self._times else module, *words, **more)
 
 
+@pytest.mark.new_workers
 def test_a_worker_that_dies_while_it_starts_is_tried_again(lab, monkeypatch):
     starts = Fails(monkeypatch, 1)
     assert [record.status for record in lab("numpy.float32", measure=False).records] == ["ok"]
     assert starts.started == 2
 
 
+@pytest.mark.new_workers
 def test_one_that_never_starts_has_failed_and_is_tried_by_the_next_resume(lab, trap, monkeypatch):
     starts = Fails(monkeypatch, 3)  # both at first, and the first one again
     seen = lab("numpy.float32", trap("honest"), measure=False)
@@ -382,6 +385,7 @@ def test_two_names_for_one_function_are_not_ranked_apart(lab, trap, causal):
     pytest.fail("\n".join(closings))
 
 
+@pytest.mark.new_workers
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, OSError, RuntimeError])
 def test_no_worker_outlives_an_exception(trap, ceilings, causal, trouble):
     children = []

@@ -132,7 +132,7 @@ def test_what_a_ref_does_not_have_is_absent_and_not_elsewhere(repository: Reposi
 
 
 def test_what_attnbench_brings_is_no_code_of_another_repository(repository: Repository):
-    with pytest.raises(NotInRef, match="nothing of this repository would be measured"):
+    with pytest.raises(NotInRef, match="none of this repository's code would be measured"):
         load(repository, "numpy.float32")
 
 
@@ -324,7 +324,10 @@ def test_a_file_is_named_from_the_folder_one_is_in(repository: Repository, monke
     tried(repository, "wrapper.py:attend")  # only the root has it
     repository.commit("they differ", "kern.py", ATTEND + "# differs\n")
     if name == "kern.py":
-        with pytest.raises(UsageError, match=r"may be inner/kern.py or kern.py of HEAD.*write ./kern.py.*../kern.py"):
+        with pytest.raises(
+            UsageError,
+            match=r"is ambiguous: HEAD has inner/kern.py and kern.py, which differ.*Write ./kern.py.*../kern.py",
+        ):
             tried(repository, f"{name}:attend")
 
 
@@ -341,9 +344,7 @@ def test_generated_code_that_only_the_working_tree_has_leaves_no_verdict(
         repository.write(name, ATTEND)
     repository.write("env/pyvenv.cfg", "")
     with refs("HEAD", ".") as (old, new):
-        assert any(
-            "_fast.py, _unused.py of the working tree, which git ignores, is not in HEAD" in n for n in new.notes
-        )
+        assert any("HEAD lacks _fast.py, _unused.py, which git ignores in the working tree" in n for n in new.notes)
         ForkedSide(code_of_ref("kern:attend", old), "cpu", 1).close()
         ForkedSide(code_of_ref("wrapped:attend", new), "cpu", 1).close()
         with pytest.raises(NotInRef, match=r"_fast.py, which git ignores and the other ref lacks.*set build"):

@@ -169,9 +169,9 @@ def test_a_dtype_that_nothing_takes_is_refused_with_the_reasons():
     require_dtype([])
     require_dtype(refused(takes, None))
     require_dtype(refused(takes, "needs cuda"))
-    with pytest.raises(UsageError, match=r"takes this dtype\. numpy.n0, numpy.n1: takes bfloat16, not float32\.$"):
+    with pytest.raises(UsageError, match=r"supports this dtype\. numpy.n0, numpy.n1: takes bfloat16, not float32\.$"):
         require_dtype(refused(takes, takes))
-    with pytest.raises(UsageError, match=r"n2: float32 c; `run --list` with the same options tells the rest\.$"):
+    with pytest.raises(UsageError, match=r"n2: float32 c; `run --list` with the same options lists the rest\.$"):
         require_dtype(refused("float32 a", "float32 b", "float32 c", "float32 d"))
 
 

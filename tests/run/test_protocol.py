@@ -53,7 +53,7 @@ def block(began=100, ended=10_000, **ns):
     return p.BlockTaken(Block(ns), began, ended)
 
 
-SAMPLE, TAKE = p.Sample("c", "main", 2, 10), p.TakeBlock("c", 10)
+SAMPLE, TAKE = p.TakeSample("c", "main", 2, 10), p.TakeBlock("c", 10)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ SAMPLE, TAKE = p.Sample("c", "main", 2, 10), p.TakeBlock("c", 10)
     [
         (SAMPLE, sampled(400.0, 500.0), None),
         (SAMPLE, sampled(400.0, 600.0), "it claims 0.01 ms of calls, 0.0099 ms passed"),
-        (p.Sample("c", "main", 2, 10, "kernel"), sampled(400.0, 600.0), None),
+        (p.TakeSample("c", "main", 2, 10, "kernel"), sampled(400.0, 600.0), None),
         (SAMPLE, sampled(400.0), "1 samples came back, 2 were asked for"),
         (SAMPLE, sampled(400.0, 0.0), "not a positive number"),
         (SAMPLE, sampled(400.0, float("nan")), "not a positive number"),
-        (SAMPLE, sampled(40.0, 40.0, began=10), "its clock does not agree"),
-        (SAMPLE, sampled(40.0, 40.0, ended=30_000), "its clock does not agree"),
-        (SAMPLE, sampled(40.0, 40.0, began=9_000, ended=8_000), "its clock does not agree"),
+        (SAMPLE, sampled(40.0, 40.0, began=10), "its clock disagrees"),
+        (SAMPLE, sampled(40.0, 40.0, ended=30_000), "its clock disagrees"),
+        (SAMPLE, sampled(40.0, 40.0, began=9_000, ended=8_000), "its clock disagrees"),
         (SAMPLE, p.Done(), "the answer to sample was done"),
         (SAMPLE, p.Refused("no"), None),
         (TAKE, block(wall=900.0, cpu=2000.0), None),
         (TAKE, block(wall=1100.0, cpu=1.0), "it claims"),
         (TAKE, block(wall=1100.0, device=900.0), None),
-        (TAKE, block(began=1, wall=1.0), "its clock does not agree"),
+        (TAKE, block(began=1, wall=1.0), "its clock disagrees"),
         (p.SampleOther("c", "wall", 1), sampled(99_000.0), "it claims"),
         (
             p.Open(CELL, False, True, None, 0),
@@ -85,7 +85,7 @@ SAMPLE, TAKE = p.Sample("c", "main", 2, 10), p.TakeBlock("c", 10)
             p.Closed(Failed(implementation="numpy.b", workload=SMALL, reason="x")),
             "was about numpy.b",
         ),
-        (p.WarmUp("c"), p.Warm(float("inf"), (), False, "wall", (), 0), "it told a call of inf ns"),
+        (p.WarmUp("c"), p.Warm(float("inf"), (), False, "wall", (), 0), "it reported inf ns for a call"),
         (p.Release(), sampled(1.0), "the answer to release was sampled"),
     ],
 )
@@ -123,7 +123,7 @@ def test_only_the_answer_to_the_question_counts(ends, tmp_path, monkeypatch, sai
         remote = Remote("numpy", Puppet(), ends[0], output)
         monkeypatch.setattr("attnbench.run.remote.secrets.randbits", lambda bits: 5)
         p.send(ends[1], b"early")
-        with pytest.raises(WorkerDied, match="something came without a question"):
+        with pytest.raises(WorkerDied, match="a message arrived that answers no question"):
             remote.ask(p.Release(), 5)
         ours, theirs = (Connection(one.detach()) for one in socket.socketpair())
         remote = Remote("numpy", Puppet(), ours, output)

@@ -44,7 +44,7 @@ def test_a_changed_file_is_refused_until_it_is_as_it_was(folder: Path, reference
     refuse_changed_sources(RUN, before, [reference])
     text = (folder / file).read_text()
     (folder / file).write_text("changed = True")
-    with pytest.raises(UsageError, match=r"has changed since runs/cpu/own.jsonl was begun.* start a new run"):
+    with pytest.raises(UsageError, match=r"has changed since runs/cpu/own.jsonl began.* start a new run"):
         refuse_changed_sources(RUN, before, [reference])
     (folder / file).write_text(text)
     refuse_changed_sources(RUN, before, [reference])

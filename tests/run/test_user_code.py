@@ -238,7 +238,7 @@ def test_a_user_functions_processes_are_stopped_in_its_rivals_turns(lab, kernel,
     mine, ask, looks = kernel("helped", helper), Pool._ask, []
 
     def watched(pool, group, question, timeout_s):
-        if isinstance(question, p.Sample):
+        if isinstance(question, p.TakeSample):
             (worker,) = (psutil.Process(int(pid)) for pid in importers("helped"))
             family, mine = [worker, *worker.children(recursive=True)], group.has_user_code
             if not mine:
@@ -431,7 +431,7 @@ BABBLE = {
 def test_whoever_writes_to_the_connection_costs_its_own_cell(lab, kernel):
     written = [kernel(name, FIND_SOCKET, line) for name, line in BABBLE.items()]
     seen = lab(kernel("plain"), *written, "numpy.float32")
-    judge(seen, dict.fromkeys(BABBLE, (Failed, "its process sent what no worker sends")))
+    judge(seen, dict.fromkeys(BABBLE, (Failed, "its process sent an invalid answer")))
     judge(seen, {"plain": (Ok, ""), "numpy.float32": (Ok, "")})
 
 

@@ -69,7 +69,7 @@ def test_lengths_reach_the_module(name: str):
     [
         (PLAIN[0], {"mask": masks.causal()}, "takes one dilated mask"),
         (PLAIN[0], {"mask": PATTERN & BLOCKS, "q_len": 64}, "without blocks"),
-        (SPARSE, {}, "met with blocks"),
+        (SPARSE, {}, "combined with blocks"),
         (PLAIN[0], {"kv_len": 80, "mask": None}, "self-attention"),
         (PLAIN[0], {"pass_": "backward"}, "its backward pass alone is not timed"),
         (PLAIN[0], {"step": ""}, "computes the step multihead, not attention alone"),

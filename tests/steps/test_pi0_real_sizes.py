@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnbench import registry
-from attnbench.steps import kind_of, pi0, pi0_fast
+from attnbench.steps import kind_of, pi0
 from attnbench.workloads import suites
 
 jax = pytest.importorskip("jax")
@@ -31,8 +31,7 @@ def unwritten(seed: int):
 @pytest.mark.parametrize("end", ["", "-flash"])
 @pytest.mark.parametrize("workload", REAL, ids=lambda w: f"{w.step}-{w.pass_}")
 def test_the_whole_model_is_traced(workload, end: str, monkeypatch: pytest.MonkeyPatch):
-    for module in (pi0, pi0_fast):
-        monkeypatch.setattr(module, "normals", unwritten)
+    monkeypatch.setattr(pi0, "normals", unwritten)
     kind, implementation = kind_of(workload.step), registry.get(f"jax.{workload.step}{end}")
     config = {"impl": "jax"} if end else {}
     drawn = {

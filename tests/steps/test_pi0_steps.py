@@ -46,11 +46,11 @@ def test_blocks_prefill_and_decode_are_right(step: str, end: str, dtype: str):
     [
         ("pi0-attention", {"mask": masks.causal()}, "blocks (prefix, 1, actions)"),
         ("pi0-block", {"mask": in_blocks(12, 2, 4)}, "blocks (prefix, 1, actions)"),
-        ("pi0-model", {"q_len": 6}, "all tokens of which are queries"),
+        ("pi0-model", {"q_len": 6}, "with all tokens as queries"),
         ("pi0-model", {"dtype": "float64"}, "float32 or bfloat16, not float64"),
         ("pi0-model", {"kv_heads": 4}, "grouped heads"),
         ("pi0-model", {"softcap": 5.0}, "no softcap"),
-        ("pi0-sampler", {"q_len": 5}, "state and actions of which are queries"),
+        ("pi0-sampler", {"q_len": 5}, "with state and actions as queries"),
         ("pi0-sampler", {"pass_": "train"}, "forward only"),
         ("pi0-fast-prefill", {"mask": masks.lengths([12, 11])}, "lengths of q_len in every row"),
         ("pi0-fast-decode", {"mask": masks.causal("top-left")}, "takes a causal mask"),

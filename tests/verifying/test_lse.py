@@ -57,7 +57,7 @@ def first_for_ever(out, lse):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda out, lse: (np.zeros_like(out), lse), "the call that returns the LSE returns another output"),
+        (lambda out, lse: (np.zeros_like(out), lse), "the call that returns the LSE returns a different output"),
         (first_for_ever, "on the second input set only: a stored result?"),
         (lambda out, lse: (out, lse[:, :, :-1]), "lse has shape"),
         (lambda out, lse: (out, lse / np.log(2)), "lse: off by"),
@@ -97,7 +97,7 @@ def test_prefill_and_decode_give_the_whole(monkeypatch):
     monkeypatch.setattr(session, "origin", lambda name: "a-package")
     record = record_of(TopLeft("numpy.top-left", np.float32, "A variant of the reference."), causal, thorough=True)
     assert record.status == "incorrect"
-    assert record.reason.startswith("decode alone gives another output")
+    assert record.reason.startswith("decode alone gives another output than the whole sequence")
 
 
 def test_clamped_logits_are_found():
@@ -150,8 +150,8 @@ def test_a_forward_half_that_leaves_its_work_to_the_backward_one_is_found():
         worker, cell = Local("torch", "cpu"), Cell("deferred", workload)
         assert isinstance(worker.ask(p.Open(cell, False, True, None, 1), 60), p.Opened)
         worker.ask(p.WarmUp(cell.id, None), 60)
-        assert isinstance(worker.ask(p.Sample(cell.id, "main", 3, 1), 60), p.Sampled)
-        answer = worker.ask(p.Sample(cell.id, "forward", 3, 1), 60)
+        assert isinstance(worker.ask(p.TakeSample(cell.id, "main", 3, 1), 60), p.Sampled)
+        answer = worker.ask(p.TakeSample(cell.id, "forward", 3, 1), 60)
     assert isinstance(answer, p.Closed)
     assert answer.record.reason.startswith("a timed call returned a wrong out")
 

@@ -71,7 +71,7 @@ def open_cell(worker, kernel, workload=WORKLOAD, seed=3):
 
 def visit(worker, kernel, workload=WORKLOAD, part="main", count=6, calls=1):
     kernel.calls = 0
-    return worker.ask(p.Sample(Cell("subject", workload).id, part, count, calls), 60)
+    return worker.ask(p.TakeSample(Cell("subject", workload).id, part, count, calls), 60)
 
 
 def found_in(worker, kernel, workload=WORKLOAD, visits=VISITS, **how):
@@ -515,14 +515,14 @@ def test_a_call_that_leaves_a_hook_behind_is_failed(worker, kind, turn):
     kernel = Later()
     assert open_cell(worker, kernel) is None
     name = Cell("subject", WORKLOAD).id
-    answer = worker.ask(p.Sample(name, "main", 6, 1) if turn == "sample" else p.TakeBlock(name, 6), 60)
+    answer = worker.ask(p.TakeSample(name, "main", 6, 1) if turn == "sample" else p.TakeBlock(name, 6), 60)
     sys.setprofile(profile)
     sys.settrace(trace)
     gc.callbacks[:] = callbacks
     assert isinstance(answer, p.Closed), answer
     assert answer.record.status == "failed"
     # In a block an untimed call of known result may come first: then it is the state of the process that tells.
-    left, changed = f"a timed call left {kind} behind", f"changed Python's {kind[2:]}"
+    left, changed = f"a timed call added or removed {kind}", f"changed Python's {kind[2:]}"
     assert answer.record.reason.startswith(left if turn == "sample" else (left, changed))
 
 
@@ -561,7 +561,7 @@ def test_a_path_that_changes_after_some_calls_is_found_when_the_sampling_is_over
     assert isinstance(worker.ask(p.ExamineAfter(cell.id), 60), p.Done)
     late[0] = True
     for _ in range(3):
-        assert isinstance(worker.ask(p.Sample(cell.id, "main", 6, 1), 60), p.Sampled)
+        assert isinstance(worker.ask(p.TakeSample(cell.id, "main", 6, 1), 60), p.Sampled)
     assert reason_of(worker.ask(p.ExamineAfter(cell.id), 60)).startswith("right when checked, wrong after ")
 
 

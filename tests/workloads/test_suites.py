@@ -211,7 +211,7 @@ WRONG_TEXTS = [
     ("causal:middle", "write causal[:top-left]"),
     ("full:3", "write full"),
     ("prefix:x", 'prefix "x"'),
-    ("lengths:96", "names 1 batch rows, the workload has 2"),
+    ("lengths:96", "has 1 batch rows, the workload has 2"),
     ("lengths:97,1", "0 ... 96"),
     ("documents:50,40", "covers 90 tokens, kv_len is 96"),
     ("valid:90-96", "do not lie in 0-95"),
@@ -247,7 +247,7 @@ def test_grid_refuses_what_means_nothing():
     good = {"batch": 1, "q_len": 8, "heads": 2, "head_dim": 8}
     with pytest.raises(UnknownName, match="Near: batch"):
         grid(**good, batchs=2)
-    with pytest.raises(InvalidWorkload, match="needs q_len too"):
+    with pytest.raises(InvalidWorkload, match="also needs q_len"):
         grid(batch=1, heads=2, head_dim=8)
     for heads in ("a", "4:0", "4:2:1", "4:", (4, 2, 1)):
         with pytest.raises(InvalidWorkload, match="such as 32:8"):
@@ -256,7 +256,7 @@ def test_grid_refuses_what_means_nothing():
         with pytest.raises(InvalidWorkload, match="such as 32:8"):
             grid(**(good | {"heads": heads}))
     for tags in ("abc", 3, [1]):
-        with pytest.raises(InvalidWorkload, match="tags are a list of words"):
+        with pytest.raises(InvalidWorkload, match="tags must be a list of words"):
             grid(**good, tags=tags)
     for axis in ("mask", "dtype", "kv_len"):
         with pytest.raises(InvalidWorkload, match=f"{axis} is an empty list"):
@@ -304,13 +304,13 @@ def test_users_file(tmp_path):
 
 PLAIN = "[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\n"
 WRONG_FILES = [
-    ("[[workload]]\nbatch = 1\nq_len = = 3\n", 3, "no valid TOML"),
-    ("[[workload]]\nbatch = [1,\n", 2, "no valid TOML"),
+    ("[[workload]]\nbatch = 1\nq_len = = 3\n", 3, "not valid TOML"),
+    ("[[workload]]\nbatch = [1,\n", 2, "not valid TOML"),
     ("title = 1\n", 1, "no suite field"),
     ('name = "x"\n', None, "at least one [[workload]]"),
     ("workload = [1]\n", None, "at least one [[workload]]"),
     ("[[workload]]\nbatch = 1\nq_lenn = 3\n", 3, "Near: q_len"),
-    ("[[workload]]\nbatch = 1\n", 1, "needs q_len, heads, head_dim too"),
+    ("[[workload]]\nbatch = 1\n", 1, "also needs q_len, heads, head_dim"),
     ("[[workload]]\nbatch = 1\nq_len = 'x'\nheads = 2\nhead_dim = 8\n", 3, "q_len must be a whole number"),
     ("[[workload]]\nbatch = 1\nq_len = 8\nheads = '12:5'\nhead_dim = 8\n", 4, "12 query heads cannot share 5"),
     ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 'cau'\n", 6, "no mask called"),
@@ -319,13 +319,13 @@ WRONG_FILES = [
         6,
         "takes left, right",
     ),
-    ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 'lengths:1,2'\n", 6, "names 2 batch rows"),
+    ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 'lengths:1,2'\n", 6, "has 2 batch rows"),
     ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2\nhead_dim = 8\nmask = 3\n", 6, "mask must be text"),
-    ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2.0\nhead_dim = 8\n", 4, "heads are a number"),
+    ("[[workload]]\nbatch = 1\nq_len = 8\nheads = 2.0\nhead_dim = 8\n", 4, "heads must be a number"),
     ("[[workload]]\nbatch = 1\nq_len = []\nheads = 2\nhead_dim = 8\n", 3, "q_len is an empty list"),
     (f"{PLAIN}mask = []\n", 6, "mask is an empty list"),
-    (f"{PLAIN}tags = 'abc'\n", 6, "tags are a list of words"),
-    (f"{PLAIN}step = 'foo'\n", 6, 'no step called "foo". There is: multihead'),
+    (f"{PLAIN}tags = 'abc'\n", 6, "tags must be a list of words"),
+    (f"{PLAIN}step = 'foo'\n", 6, 'no step called "foo". Known: multihead'),
     (f"{PLAIN}dtype = {{}}\n", 6, "dtype must be text"),
     (f"{PLAIN}source = 3\n", 6, "source must be text"),
     (f"{PLAIN}mask = {{kind = ['window']}}\n", 6, "no mask called"),
@@ -334,7 +334,7 @@ WRONG_FILES = [
     (f"{PLAIN}mask = {{kind = 'both'}}\n", 6, "needs parts"),
     (f"{PLAIN}mask = {{kind = 'documents', sizes = [4, 4.5]}}\n", 6, "each of sizes must be a whole number"),
     (f"{PLAIN}mask = {{kind = 'documents', sizes = [-1, 9]}}\n", 6, "each of sizes must be 0 or more"),
-    (f"{PLAIN}mask = {{kind = 'block_causal', mask_ar = 5}}\n", 6, "mask_ar is runs of 0 and 1"),
+    (f"{PLAIN}mask = {{kind = 'block_causal', mask_ar = 5}}\n", 6, "mask_ar must be runs of 0 and 1"),
     (f"{PLAIN}mask = {{kind = 'block_causal', mask_ar = '0*99999999999'}}\n", 6, "mask_ar run can be 2147483647"),
     (f"{PLAIN}mask = {{kind = 'blocks', block_mask = [[true]], block_size = 8.5}}\n", 6, "block_size must be a whole"),
     (

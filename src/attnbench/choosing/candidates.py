@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
-from attnbench.results.records import ANCHOR, device_of, framework_of, is_timed, label, matches
+from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
 from attnbench.results.standings import Standing, Standings, supersedes
 from attnbench.spec import Ok, Record
 
@@ -33,7 +33,7 @@ def eligible(
     kept: list[Ok] = []
     refused: list[Refusal] = []
     for record in records:
-        if record.implementation.startswith(ANCHOR):
+        if is_anchor(record):
             continue
         why = _why_not(record, constraints, left_out)
         if why is None and is_timed(record):
@@ -44,23 +44,23 @@ def eligible(
 
 
 def check_names(constraints: Constraints, records: Iterable[Record], known: Iterable[str]) -> None:
-    """Raise UnknownName for --only of a name that no record has, and --forbid of one that is not `known` either."""
-    held = {name for record in records for name in (record.implementation, label(record))}
-    forbidden = [one.partition("[")[0] for one in constraints.forbid]
-    for wanted, among in ((constraints.only, held), (forbidden, held | set(known))):
-        for one in wanted:
-            if not any(_named(name, name, [one]) for name in among):
-                raise UnknownName("implementation in these runs", one, among, "attnbench show RUN")
+    """Raise UnknownName if --only names what no record has, or --forbid names what is not in `known` either."""
+    recorded = {name for record in records for name in (record.implementation, label(record))}
+    forbidden = [name.partition("[")[0] for name in constraints.forbid]
+    for asked, candidates in ((constraints.only, recorded), (forbidden, recorded | set(known))):
+        for wanted in asked:
+            if not any(_is_named(name, name, [wanted]) for name in candidates):
+                raise UnknownName("implementation in these runs", wanted, candidates, "attnbench show RUN")
 
 
 def allowed(name: str, config_name: str, constraints: Constraints) -> bool:
     """Return whether --only and --forbid allow an implementation with a config."""
-    asked = not constraints.only or _named(name, config_name, constraints.only)
-    return asked and not _named(name, config_name, constraints.forbid)
+    asked = not constraints.only or _is_named(name, config_name, constraints.only)
+    return asked and not _is_named(name, config_name, constraints.forbid)
 
 
 def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:
-    if constraints.only and not _named(record.implementation, label(record), constraints.only):
+    if constraints.only and not _is_named(record.implementation, label(record), constraints.only):
         return NOT_ASKED_FOR
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
@@ -69,45 +69,40 @@ def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, st
     if record.approximate:
         return "is approximate"
     if record.workload.step:
-        return f"computes the step {record.workload.step}, of which attention is a part"
+        return f"computes the step {record.workload.step}, not attention alone"
     if record.environment is None:
-        return "does not say where it was measured"
+        return "has no record of where it was measured"
     name = record.implementation
     if "." not in name:
         return "is a bare function: register it as an implementation"
     by_name = name in constraints.only or label(record) in constraints.only
     if not by_name and (name in left_out or name in WRAPPERS):
         return left_out.get(name) or WRAPPERS[name]
-    return _against(record, constraints)
-
-
-def _against(record: Ok, constraints: Constraints) -> str | None:
-    """Return the constraint that a record violates; None if there is none."""
-    if _named(record.implementation, label(record), constraints.forbid):
+    if _is_named(name, label(record), constraints.forbid):
         return "is forbidden"
     if constraints.deterministic and not record.deterministic:
         return "is not deterministic"
     peak, limit = record.memory.peak_bytes, constraints.max_memory
     if limit is not None and (peak is None or peak > limit):
-        return "its memory is not known" if peak is None else f"needs {peak:,} bytes"
-    return None if constraints.max_error is None else _too_wrong(record, constraints.max_error)
+        return "its peak memory is unknown" if peak is None else f"needs {peak:,} bytes"
+    return None if constraints.max_error is None else _why_too_inexact(record, constraints.max_error)
 
 
-def _too_wrong(record: Ok, limit: float) -> str | None:
+def _why_too_inexact(record: Ok, limit: float) -> str | None:
     """Return why the errors of a record exceed the limit or are not known for its pass; None if they are within."""
     errors = {"forward": record.errors.forward, "backward": record.errors.backward}
     known = [error for error in errors.values() if error is not None]
     if any(not error <= limit for error in known):
         return f"has an error of {max(known):.1e}"
     needed = ("forward", "backward") if record.workload.pass_ == "train" else (record.workload.pass_,)
-    return "its error is not known" if any(errors[part] is None for part in needed) else None
+    return "its error is unknown" if any(errors[part] is None for part in needed) else None
 
 
-def _named(name: str, config_name: str, wanted: Sequence[str]) -> bool:
+def _is_named(name: str, config_name: str, wanted: Sequence[str]) -> bool:
     return any(matches(name, one) or config_name == one for one in wanted)
 
 
-class Source(Struct, frozen=True):
+class CandidateRun(Struct, frozen=True):
     """A run to choose from."""
 
     name: str
@@ -132,7 +127,7 @@ class Ground(Struct, frozen=True):
 
 
 def survey(
-    sources: Iterable[Source], constraints: Constraints, left_out: Mapping[str, str]
+    sources: Iterable[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ground], list[Refusal]]:
     """Return the measurements of each place, and the records that may not be chosen; oldest source first."""
     grounds: dict[tuple[object, ...], Ground] = {}
@@ -159,7 +154,11 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
     The whole run is ranked, device by device, before candidates are selected: records that may not be chosen still
     decide by which clock a workload is compared.
     """
-    places = {(device_of(one), framework_of(one), one.cell.id): _place(one) for one in candidates}
+    places: dict[tuple[str, str, str], Place] = {}
+    for record in candidates:
+        assert record.environment is not None
+        place = place_of(structs.replace(record.environment, framework=framework_of(record)))
+        places[device_of(record), framework_of(record), record.cell.id] = place
     for device in dict.fromkeys(device_of(record) for record in records):
         for workload, whole in Standings([[r for r in records if device_of(r) == device]]).by_run[0].items():
             rows = {(device, framework_of(row.record), row.record.cell.id) for row in whole.rows}
@@ -173,8 +172,3 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
                 standing = whole.only(is_candidate)
                 if standing.ranked:
                     yield place, workload, standing
-
-
-def _place(record: Ok) -> Place:
-    assert record.environment is not None
-    return place_of(structs.replace(record.environment, framework=framework_of(record)))

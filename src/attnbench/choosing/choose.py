@@ -1,7 +1,7 @@
 """Records of one or several runs -> a policy: what to run for each shape, with its regret and the evidence.
 
-Who leads, what is tied and which of several runs decides are read from the standings; added here are constraints, the
-pick among tied candidates (by a rule that noise does not move, so that reruns agree) and the regret of a choice.
+The standings say who leads, which candidates are tied and which of several runs decides. This module adds constraints,
+the pick among tied candidates (by a rule that noise does not move, so that reruns agree) and the regret of a choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import inf, log, log2
 
 from msgspec import Struct, structs
 
-from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, Source, check_names, survey
+from attnbench.choosing.candidates import NOT_ASKED_FOR, CandidateRun, Ground, Refusal, check_names, survey
 from attnbench.measuring.rates import host_limit
 from attnbench.policy import (
     REACH,
@@ -29,7 +29,7 @@ from attnbench.policy import (
     pooled,
     shape_of,
 )
-from attnbench.results.by_length import Part, boundary
+from attnbench.results.by_length import LengthRange, boundary
 from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label
@@ -65,12 +65,14 @@ class Chosen(Struct, frozen=True):
     @property
     def unstable(self) -> int:
         """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
-        return sum(
-            _is_unstable(entry.use, standings[entry.at])
-            for place, ground in self.placed
-            for standings in [ground.by_shape]
-            for entry in place.entries
-        )
+        count = 0
+        for place, ground in self.placed:
+            standings = ground.by_shape
+            for entry in place.entries:
+                names = [one.label for one in (entry.use, entry.use.runner_up) if one is not None]
+                records = [one.ranked[name] for one in standings[entry.at] for name in names]
+                count += any(note.startswith(UNSTABLE) for record in records for note in record.notes)
+        return count
 
     @property
     def host_limited(self) -> list[tuple[Entry, float]]:
@@ -86,7 +88,7 @@ class Chosen(Struct, frozen=True):
 
 
 def choose(
-    sources: Iterable[Source],
+    sources: Iterable[CandidateRun],
     constraints: Constraints | None = None,
     left_out: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
@@ -101,19 +103,17 @@ def choose(
     check_names(constraints, (record for source in ordered for record in source.records), known)
     grounds, refused = survey(ordered, constraints, left_out or {})
     grounds.sort(key=lambda ground: repr(ground.place.key))
-    within = constraints or None
-    places = [structs.replace(place, within=within) for place in map(_filled, grounds) if place.entries]
+    places: list[Place] = []
+    for ground in grounds:
+        around = list(ground.standings.values())
+        picked = {shape: pick(standings, around) for shape, standings in ground.by_shape.items()}
+        entries = [Entry(at=shape, use=choice) for shape, choice in picked.items() if choice is not None]
+        entries.sort(key=lambda entry: entry.at.order)
+        place = structs.replace(ground.place, entries=tuple(entries))
+        if entries:
+            facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
+            places.append(structs.replace(place, within=constraints or None, **facts))
     return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
-
-
-def _filled(ground: Ground) -> Place:
-    """Return the place with its entries, its crossings and its regret off the grid."""
-    around = list(ground.standings.values())
-    chosen = {shape: pick(standings, around) for shape, standings in ground.by_shape.items()}
-    entries = [Entry(at=shape, use=choice) for shape, choice in chosen.items() if choice is not None]
-    entries.sort(key=lambda entry: entry.at.order)
-    place = structs.replace(ground.place, entries=tuple(entries))
-    return structs.replace(place, held_out=held_out_of(place, ground), crossings=_crossings(place, ground))
 
 
 def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
@@ -124,7 +124,9 @@ def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
     for track, names in lines.items():
         workloads = {length(r.workload): r.workload for records in names.values() for r in records}
         chosen = [(n, picks[shape]) for n in sorted(workloads) if (shape := shape_of(workloads[n])) in picks]
-        parts = [Part(name, tuple(n for n, _ in group)) for name, group in groupby(chosen, key=lambda one: one[1])]
+        parts = [
+            LengthRange(name, tuple(n for n, _ in group)) for name, group in groupby(chosen, key=lambda one: one[1])
+        ]
         for below, above in pairwise(parts):
             figure = boundary(names, below, above)
             measured = below.lengths[-1], above.lengths[0]
@@ -143,29 +145,22 @@ def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
     return tuple(sorted(found, key=lambda one: (one.track, one.low)))
 
 
-def _is_unstable(choice: Choice, standings: Sequence[Standing]) -> bool:
-    held = [one.label for one in (choice, choice.runner_up) if one is not None]
-    return any(note.startswith(UNSTABLE) for one in standings for name in held for note in one.ranked[name].notes)
-
-
 def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Unchosen, ...]:
-    """Return the workloads that no record may be chosen for, with the reasons; not those that --only leaves out."""
+    """Return the workloads without an eligible record, with the reasons, except those that --only leaves out."""
     covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.standings}
     reasons: dict[tuple[str, str], dict[str, str]] = {}
     for one in refused:
         key = one.record.implementation.partition(".")[0], one.record.workload.id
         if key not in covered:
             reasons.setdefault(key, {})[label(one.record)] = one.why
-    asked = {key: found for key, found in reasons.items() if set(found.values()) != {NOT_ASKED_FOR}}
-    return tuple(Unchosen(*key, _common_reasons(found)) for key, found in asked.items())
-
-
-def _common_reasons(reasons: Mapping[str, str]) -> str:
-    """Return the most common reasons, each with the names it concerns."""
-    common = [why for why, _ in Counter(reasons.values()).most_common()]
-    parts = [f"{', '.join(name for name in reasons if reasons[name] == why)}: {why}" for why in common[:SHOWN_REASONS]]
-    left = len(common) - len(parts)
-    return "; ".join(parts) + (f"; {left} more reasons" if left > 0 else "")
+    unchosen: list[Unchosen] = []
+    for key, whys in reasons.items():
+        common = [why for why, _ in Counter(whys.values()).most_common()]
+        if common != [NOT_ASKED_FOR]:
+            parts = [f"{', '.join(n for n in whys if whys[n] == why)}: {why}" for why in common[:SHOWN_REASONS]]
+            parts += [f"{len(common) - SHOWN_REASONS} more reasons"] if len(common) > SHOWN_REASONS else []
+            unchosen.append(Unchosen(*key, "; ".join(parts)))
+    return tuple(unchosen)
 
 
 COMFORTABLE = 0.5
@@ -182,11 +177,14 @@ def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choi
     if not shared:
         return None
     fastest = fastest_of(shared, standings)
-    tied = _ahead_around(_tied(fastest, shared, standings), around)
-    name = min(tied, key=lambda name: (*_merits(name, tied, standings), name))
+    tied = _tied(fastest, shared, standings)
+    if len(wider := [one for one in around if all(name in one.ranked for name in tied)]) > 1:
+        # A tie must hold on all of them, so that the choice does not depend on which candidates came near in this run.
+        tied = _tied(fastest_of(tied, wider), tied, wider)
+    name = min(tied, key=lambda name: (*_merit_key(name, tied, standings), name))
     others = {other: time_ratio(name, other, standings) for other in shared if other != name}
     order = sorted(others, key=lambda name: (others[name].value, name))
-    record = standings[0].ranked[name]
+    record, ranked = standings[0].ranked[name], standings[0].ranked
     regret = max(1.0, time_ratio(fastest, name, standings).value)
     return Choice(
         implementation=record.implementation,
@@ -194,7 +192,14 @@ def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choi
         regret=round(regret, 4),
         regret_high=round(max([regret, *(1 / one.low for one in others.values())]), 4),
         candidates=len(shared),
-        alternatives=tuple(_alternative(standings[0].ranked[o], others[o]) for o in order[:MOST_ALTERNATIVES]),
+        alternatives=tuple(
+            Alternative(
+                implementation=ranked[other].implementation,
+                config=dict(ranked[other].config),
+                ratio=round(max(others[other].value, 0.0), 4),
+            )
+            for other in order[:MOST_ALTERNATIVES]
+        ),
         measured=record.workload.id,
     )
 
@@ -233,50 +238,29 @@ def _tied(fastest: str, names: Sequence[str], standings: Sequence[Standing]) -> 
     return tied
 
 
-def _ahead_around(tied: Sequence[str], around: Sequence[Standing]) -> list[str]:
-    """Return the tied names that are also tied over all workloads on which all of them were timed.
-
-    So the choice among them does not depend on which others came near in this run.
-    """
-    standings = [one for one in around if all(name in one.ranked for name in tied)]
-    if len(standings) < 2:
-        return list(tied)
-    return _tied(fastest_of(tied, standings), tied, standings)
-
-
-def _merits(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[int, int, bool]:
+def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[int, int, bool]:
     """Return the sort key of tied names, least first: closeness to the allowed error, memory, whether a config is
-    needed."""
+    needed.
+
+    The memory rank is 0 for the least known peak, peaks within 5 % of it and unknown peaks; 1 more for each doubling.
+    """
+    octaves: dict[str, float] = {}
+    for other in tied:
+        peaks = [one.ranked[other].memory.peak_bytes for one in standings]
+        known = [log2(max(peak, 1)) for peak in peaks if peak is not None]
+        if len(known) == len(peaks):
+            octaves[other] = sum(known) / len(known)
+    more = octaves[name] - min(octaves.values()) if name in octaves else 0.0
     records = [one.ranked[name] for one in standings]
-    return max(map(_strain, records)), _memory_rank(name, tied, standings), bool(records[0].config)
+    return max(map(_error_rank, records)), 0 if more <= log2(TIE_LIMIT) else 1 + int(more), bool(records[0].config)
 
 
-def _memory_rank(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> int:
-    """Return 0 for the least known memory and all within 5 % of it, 1 more for each doubling; 0 if not known."""
-    known = {one: peak for one in tied if (peak := _mean_log_memory(one, standings)) is not None}
-    more = known[name] - min(known.values()) if name in known else 0.0
-    return 0 if more <= log2(TIE_LIMIT) else 1 + int(more)
-
-
-def _mean_log_memory(name: str, standings: Sequence[Standing]) -> float | None:
-    """Return the mean logarithm of the peak memory; None if it is not known for every workload."""
-    peaks = [one.ranked[name].memory.peak_bytes for one in standings]
-    known = [log2(max(peak, 1)) for peak in peaks if peak is not None]
-    return sum(known) / len(known) if len(known) == len(peaks) else None
-
-
-def _strain(record: Ok) -> int:
+def _error_rank(record: Ok) -> int:
     """Return 1 if the error is more than half of the allowed one, else 0."""
     errors = record.errors
     pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
     shares = [error / allowed if allowed else inf for error, allowed in pairs if error and allowed is not None]
     return int(max(shares, default=0.0) > COMFORTABLE)
-
-
-def _alternative(record: Ok, ratio: Ratio) -> Alternative:
-    return Alternative(
-        implementation=record.implementation, config=dict(record.config), ratio=round(max(ratio.value, 0.0), 4)
-    )
 
 
 class Loss(Struct, frozen=True):
@@ -287,7 +271,7 @@ class Loss(Struct, frozen=True):
 
 
 def policy_loss(policy: Policy, ground: Ground) -> Loss:
-    """Return the loss of a policy on shapes that it may not hold; shapes without a choice that ran are `missed`."""
+    """Return the loss of a policy on measured shapes; shapes without a choice that was timed count as `missed`."""
     here = environment_of(ground)
     return Loss(
         policy.name, _regret(ground, lambda _, ran: policy.choice(ran[0].workload, ground.place.framework, here))
@@ -325,20 +309,18 @@ def environment_of(ground: Ground) -> Environment:
 def _regret(
     ground: Ground, choice: Callable[[Shape, Sequence[Standing]], Choice | None], shapes: set[Shape] | None = None
 ) -> Regret | None:
-    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`."""
+    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`.
+
+    At a shape it is time of the choice / time of the fastest; a shape is missed if neither the choice nor an
+    alternative was timed there.
+    """
     kept = {shape: ran for shape, ran in ground.by_shape.items() if shapes is None or shape in shapes}
-    losses = {shape: _loss_at(ran, choice(shape, ran)) for shape, ran in kept.items()}
-    known = {shape: loss for shape, loss in losses.items() if loss is not None}
-    total = pooled(Regret(mean=loss, worst=loss, worst_at=at.title, shapes=1) for at, loss in known.items())
-    missed = len(losses) - len(known)
+    regrets: list[Regret] = []
+    for shape, standings in kept.items():
+        shared, chosen = ranked_on_all(standings), choice(shape, standings)
+        wanted = [] if chosen is None else [chosen.label, *(one.label for one in chosen.alternatives)]
+        if used := next((name for name in wanted if name in shared), None):
+            loss = round(max(1.0, time_ratio(fastest_of(shared, standings), used, standings).value), 4)
+            regrets.append(Regret(mean=loss, worst=loss, worst_at=shape.title, shapes=1))
+    total, missed = pooled(regrets), len(kept) - len(regrets)
     return None if total is None else structs.replace(total, mean=round(total.mean, 4), missed=missed)
-
-
-def _loss_at(standings: Sequence[Standing], choice: Choice | None) -> float | None:
-    """Return time of the choice / time of the fastest; None if neither the choice nor an alternative was timed."""
-    shared = ranked_on_all(standings)
-    wanted = [] if choice is None else [choice.label, *(one.label for one in choice.alternatives)]
-    used = next((name for name in wanted if name in shared), None)
-    if used is None:
-        return None
-    return round(max(1.0, time_ratio(fastest_of(shared, standings), used, standings).value), 4)

@@ -48,9 +48,9 @@ class Proposal(Struct, frozen=True, kw_only=True):
 def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
     """Return what to measure next, the largest gain first; frameworks share a workload's proposal."""
     pairs = chosen.placed
-    found = [one for place, ground in pairs for one in _between(place, ground)]
-    found = found or [one for place, ground in pairs for one in _unreached(place, ground)]
-    found = found or [one for _, ground in pairs for one in _configs(ground, variants)]
+    found = [proposal for place, ground in pairs for proposal in _between(place, ground)]
+    found = found or [proposal for place, ground in pairs for proposal in _unreached(place, ground)]
+    found = found or [proposal for _, ground in pairs for proposal in _configs(ground, variants)]
     merged: dict[str, Proposal] = {}
     for one in found:
         before = merged.get(one.workload.id)
@@ -75,7 +75,9 @@ def _between(place: Place, ground: Ground) -> Iterator[Proposal]:
         if below is None or above is None or below == above or high <= NEAR_ENOUGH * low:
             continue
         ends = ground.standings[first.id], ground.standings[second.id]
-        stakes = _stakes(ends, below, above)
+        # At each end, the log ratio of the two choices is the cost of a wrong choice there.
+        both = [one.times for one in ends if below in one.times and above in one.times]
+        stakes = [abs(log(times[below] / times[above])) for times in both]
         if min(stakes, default=0.0) > LEAST_STAKE:
             yield Proposal(
                 workload=made,
@@ -104,20 +106,16 @@ def _neighbours(ground: Ground) -> Iterator[tuple[Workload, Workload, Workload]]
     for track, names in tracks(r for one in ground.standings.values() for r in one.ranked.values()).items():
         workloads = {length(r.workload): r.workload for records in names.values() for r in records}
         for low, high in pairwise(sorted(workloads)):
-            middle = _middle(low, high)
-            made = None if middle is None else _resized(workloads[low], track, middle)
+            middle = (low * high) ** 0.5
+            rounded = (round(middle / step) * step for step in STEPS)
+            tokens = next((n for n in rounded if low * 1.05 < n < high / 1.05), None)
+            made = None if tokens is None else _resized(workloads[low], track, tokens)
             if made is not None:
                 yield workloads[low], workloads[high], made
 
 
 def _leaders(standings: Sequence[Standing]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for one in standings for name in contenders(one)))
-
-
-def _middle(low: int, high: int) -> int | None:
-    middle = (low * high) ** 0.5
-    rounded = (round(middle / step) * step for step in STEPS)
-    return next((n for n in rounded if low * 1.05 < n < high / 1.05), None)
 
 
 def _resized(workload: Workload, track: Track, tokens: int) -> Workload | None:
@@ -128,12 +126,6 @@ def _resized(workload: Workload, track: Track, tokens: int) -> Workload | None:
         return structs.replace(workload, **sizes)
     except InvalidWorkload:
         return None
-
-
-def _stakes(standings: Sequence[Standing], a: str, b: str) -> list[float]:
-    """Return the log ratio of the two choices at each end: the cost of a wrong choice there."""
-    shared = [one.times for one in standings if a in one.times and b in one.times]
-    return [abs(log(times[a] / times[b])) for times in shared]
 
 
 def _configs(ground: Ground, variants: Variants) -> Iterator[Proposal]:

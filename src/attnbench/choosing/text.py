@@ -78,57 +78,46 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
     title = f"{FRAMEWORKS.get(ground.place.framework, ground.place.framework)} · {ground.place.device_name}"
     what = "the policy, and of one for everything" if first else "one for everything"
     console.print(f"[bold]{escape(title)}: regret of {what}[/bold]", highlight=False)
-    console.print(plain_table([_loss_row(one) for one in losses]), highlight=False)
-
-
-def _loss_row(loss: Loss) -> dict[str, str]:
-    found = loss.regret
-    if found is None:
-        return {"": loss.name, "regret": DASH, "worst": DASH, "shapes": "0", "worst at": ""}
-    return {
-        "": loss.name,
-        "regret": f"{found.mean:.3f}",
-        "worst": f"{found.worst:.2f}",
-        "shapes": f"{found.shapes} of {found.shapes + found.missed}",
-        "worst at": found.worst_at if found.worst > 1 else "",
-    }
+    rows: list[dict[str, str]] = []
+    for loss in losses:
+        cells, regret = (DASH, DASH, "0", ""), loss.regret
+        if regret is not None:
+            shapes, worst_at = f"{regret.shapes} of {regret.shapes + regret.missed}", regret.worst_at
+            cells = (f"{regret.mean:.3f}", f"{regret.worst:.2f}", shapes, worst_at if regret.worst > 1 else "")
+        rows.append(dict(zip(("", "regret", "worst", "shapes", "worst at"), (loss.name, *cells))))
+    console.print(plain_table(rows), highlight=False)
 
 
 def judgement(policy: Policy, losses: Sequence[Loss]) -> str:
     """Return the closing sentence of a policy that was evaluated on runs."""
     total = pooled(one.regret for one in losses if one.regret is not None)
     if total is None:
-        return f"{policy.name} has no choice for any shape of these runs."
+        return f"{policy.name} has no choice for any shape in these runs."
     missed = f"; no choice for {total.missed}" if total.missed else ""
     worst = f"worst {total.worst:.2f} at {total.worst_at}"
-    return f"{policy.name}: regret {total.mean:.3f} over {_shapes(total.shapes)} ({worst}){missed}."
+    return f"{policy.name}: regret {total.mean:.3f} over {_shapes_text(total.shapes)} ({worst}){missed}."
 
 
 def closing(chosen: Chosen) -> str:
     """Return the closing sentence: what to run, its regret on the grid and off it, and doubts about the samples."""
     policy = chosen.policy
     if not policy.entries:
-        return "Nothing could be chosen."
+        return "No implementation could be chosen for any workload."
     on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
-    picks = "; ".join(_picks(place) for place in policy.places)
+    picks = "; ".join(_picks_text(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
     count, total = chosen.unstable, len(policy.entries)
     doubts = f" {count} of {total} choices rest{'s' if count == 1 else ''} on unstable samples." if count else ""
-    return f"{picks}; {_regrets(on_grid, off_grid)}.{kept}{doubts}{_host_limited(chosen)}"
+    if limited := chosen.host_limited:
+        names = listed(sorted({entry.use.label for entry, _ in limited}))
+        many = f"{len(limited)} of {total} choices {'is' if len(limited) == 1 else 'are'} {HOST_LIMITED}"
+        most = max(ratio for _, ratio in limited)
+        doubts += f" {many} ({names}): the call takes up to {most:.1f}x the kernel time that was compared."
+    return f"{picks}; {_regrets_text(on_grid, off_grid)}.{kept}{doubts}"
 
 
-def _host_limited(chosen: Chosen) -> str:
-    found = chosen.host_limited
-    if not found:
-        return ""
-    names = listed(sorted({entry.use.label for entry, _ in found}))
-    many = f"{len(found)} of {len(chosen.policy.entries)} choices {'is' if len(found) == 1 else 'are'} {HOST_LIMITED}"
-    most = max(ratio for _, ratio in found)
-    return f" {many} ({names}): the call takes up to {most:.1f}x the kernel time that was compared."
-
-
-def _picks(place: Place) -> str:
+def _picks_text(place: Place) -> str:
     """Describe the choices: by length if one class was measured at several lengths, else by number of shapes."""
     entries = place.entries
     alike = {(tuple(e.at.hard.items()), e.at.heads, e.at.kv_heads, e.at.batch) for e in entries}
@@ -138,19 +127,19 @@ def _picks(place: Place) -> str:
     counts = Counter(entry.use.label for entry in entries).most_common()
     parts = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
     rest = sum(n for _, n in counts[SHOWN_PICKS:])
-    return f"{listed([*parts, *([f'others on {rest}'] if rest else [])])} of {_shapes(len(entries))}"
+    return f"{listed([*parts, *([f'others on {rest}'] if rest else [])])} of {_shapes_text(len(entries))}"
 
 
-def _regrets(on_grid: Regret | None, off_grid: Regret | None) -> str:
+def _regrets_text(on_grid: Regret | None, off_grid: Regret | None) -> str:
     assert on_grid is not None
     text = f"regret {on_grid.mean:.3f} on the grid"
     if off_grid is None:
-        return f"{text}, off it not known (no shape has a neighbour)"
+        return f"{text}, unknown off it (no shape has a neighbour)"
     missed = f", {off_grid.missed} without a neighbour" if off_grid.missed else ""
     return f"{text}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
 
 
-def _shapes(count: int) -> str:
+def _shapes_text(count: int) -> str:
     return f"{count} shape{'' if count == 1 else 's'}"
 
 
@@ -159,8 +148,8 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
     policy = chosen.policy
     return {
         "policy": policy,
-        "on_grid": {_place(place): place.on_grid for place in policy.places},
-        "fixed": {_place(ground.place): fixed_losses(ground) for ground in chosen.grounds},
+        "on_grid": {_place_key(place): place.on_grid for place in policy.places},
+        "fixed": {_place_key(ground.place): fixed_losses(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
         "host_limited": [
             {"use": entry.use.label, "workload": entry.use.measured, "ratio": ratio}
@@ -175,11 +164,11 @@ def judgement_document(policy: Policy, found: Sequence[tuple[Ground, Loss]]) -> 
     """Return the document that `choose --judge --json` prints."""
     return {
         "judged": policy.name,
-        "regret": {_place(ground.place): loss.regret for ground, loss in found},
-        "fixed": {_place(ground.place): fixed_losses(ground) for ground, _ in found},
+        "regret": {_place_key(ground.place): loss.regret for ground, loss in found},
+        "fixed": {_place_key(ground.place): fixed_losses(ground) for ground, _ in found},
         "closing": judgement(policy, [loss for _, loss in found]),
     }
 
 
-def _place(place: Place) -> str:
+def _place_key(place: Place) -> str:
     return f"{place.device_name}/{place.framework}"

@@ -23,11 +23,10 @@ from attnbench.cli.baseline import baseline
 from attnbench.cli.bisect import bisect
 from attnbench.cli.choose import choose
 from attnbench.cli.compare import compare
-from attnbench.cli.doctor import doctor
 from attnbench.cli.export import export
 from attnbench.cli.gate import gate
 from attnbench.cli.history import history
-from attnbench.cli.listing import listing
+from attnbench.cli.listing import doctor, listing
 from attnbench.cli.report import report
 from attnbench.cli.run import run
 from attnbench.cli.show import show
@@ -87,30 +86,38 @@ def execute(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except MissingArgumentError as error:
         option = error.keyword
-        return _tell(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
+        return _print_error(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
     except UnusedCliTokensError as error:
-        return _tell(_unused(error), USAGE)
+        command, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
+        told = f'{command} does not take "{words}": see `attnbench {command} --help`.'
+        if command == "verify":
+            told = f'verify takes options only, not "{words}": a suite is named by --suite {words}.'
+        return _print_error(told, USAGE)
     except CycloptsError as error:
-        return _tell(_one_line(error), USAGE)
+        return _print_error(_one_line(error), USAGE)
     except AttnBenchError as error:
-        return _tell(str(error), USAGE)
+        return _print_error(str(error), USAGE)
     except KeyboardInterrupt:
-        return _tell("interrupted.", INTERRUPTED)
+        return _print_error("interrupted.", INTERRUPTED)
     except MemoryError:
-        return _tell("the request does not fit into this machine's memory: take smaller shapes.", USAGE)
+        return _print_error("the request needs more memory than this machine has: use smaller shapes.", USAGE)
     except UnicodeEncodeError as error:
         name = error.object[max(0, error.start - 40) : error.end + 40]
-        return _tell(f'"{name}" is in no file that we write: it is not UTF-8. Rename the file or folder.', USAGE)
+        return _print_error(
+            f'"{name}" cannot be written to a file, because it is not UTF-8. Rename the file or folder.', USAGE
+        )
     except BrokenPipeError:
         _leave_stdout()  # the reader (head, less) has seen enough
         return 0
     except OSError as error:
         if error.errno not in LOST:
-            return _tell_bug()
+            return _print_bug()
         _leave_stdout()
-        return _tell(f"cannot write the output: {os.strerror(error.errno)}. Make room, or send it elsewhere.", USAGE)
+        return _print_error(
+            f"cannot write the output: {os.strerror(error.errno)}. Make room, or send it elsewhere.", USAGE
+        )
     except Exception:
-        return _tell_bug()
+        return _print_bug()
     return code if isinstance(code, int) else 0
 
 
@@ -137,18 +144,13 @@ def _open_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             with suppress(OSError):
-                _fill(number)
+                try:  # the next file that is opened, such as a run file, must not get the number of a closed stream
+                    os.fstat(number)
+                except OSError:
+                    os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
             setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
         elif number and isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _fill(number: int) -> None:
-    """Keep the next file that is opened, such as a run file, from getting the number of a closed standard stream."""
-    try:
-        os.fstat(number)
-    except OSError:
-        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 def _leave_stdout() -> None:
@@ -161,20 +163,13 @@ def _one_line(error: CycloptsError) -> str:
     return " ".join(str(error).split())
 
 
-def _unused(error: UnusedCliTokensError) -> str:
-    command, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
-    if command == "verify":
-        return f'verify takes options only, not "{words}": a suite is named by --suite {words}.'
-    return f'{command} does not take "{words}": see `attnbench {command} --help`.'
-
-
-def _tell_bug() -> int:
+def _print_bug() -> int:
     print(printable_lines(traceback.format_exc()), file=sys.stderr)
-    return _tell("this is a bug in attnbench: please report it with the lines above.", BUG)
+    return _print_error("this is a bug in attnbench: please report it with the lines above.", BUG)
 
 
-def _tell(message: str, code: int) -> int:
-    """Say what is wrong; lines of a build's output, which a message indents by four spaces, stay lines."""
+def _print_error(message: str, code: int) -> int:
+    """Print an error and return the exit code; lines indented by four spaces, such as a build's output, stay lines."""
     with suppress(OSError):
         print("\n    ".join(map(printable, f"error: {message}".split("\n    "))), file=sys.stderr)
     return code

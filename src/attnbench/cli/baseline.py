@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from attnbench.cli.options import Json
+from attnbench.cli.inputs import has_words, read_runs
+from attnbench.cli.options import Json, Runs, Words
 from attnbench.cli.output import print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 
@@ -19,15 +20,13 @@ baseline = App(help="Baselines: one file per machine, implementation and workloa
 
 NOTHING_WRITTEN = 1
 MAKE = "`attnbench run` and then `attnbench baseline save latest` make one"
-Runs = Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")]
 Folder = Annotated[Path | None, Parameter(name="--dir", help="Folder of baselines (setting baselines_dir).")]
-Note = Annotated[str, Parameter(help="Why, for those who read it later.")]
-Words = Annotated[str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")]
+Note = Annotated[str, Parameter(help="Reason for saving it, stored with the baseline.")]
 
 
 @baseline.command
 def save(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
-    """Keep the timed records of runs as baselines; one that is there already stays as it is."""
+    """Save the timed records of runs as baselines; existing baselines stay unchanged."""
     from attnbench.comparing import baselines
 
     return _keep(baselines.save, runs or ("latest",), note, words, _chosen(folder), json)
@@ -35,7 +34,7 @@ def save(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None,
 
 @baseline.command
 def update(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
-    """Keep the timed records of runs as baselines in place of those that are there."""
+    """Save the timed records of runs as baselines, and replace existing ones."""
     from attnbench.comparing import baselines
 
     return _keep(baselines.update, runs or ("latest",), note, words, _chosen(folder), json)
@@ -53,9 +52,7 @@ def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> 
     if json:
         print_json(rows)
         return 0
-    told = [{"id": row["id"], "median": duration(row["median_ns"]), **row} for row in rows]
-    for row in told:
-        del row["median_ns"]
+    told = [{"id": row["id"], "median": duration(row.pop("median_ns")), **row} for row in rows]
     table = plain_table(told) if told else escape(f"There is no baseline in {_chosen(folder)}: {MAKE}.")
     stdout_console().print(table, highlight=False, soft_wrap=not told)
     return 0
@@ -72,7 +69,17 @@ def show(
     """Show one baseline in full, with its anchors."""
     from attnbench.report.terminal import print_cell
 
-    one = _only(identity, _chosen(folder))
+    matching = _matching(_chosen(folder), identity)
+    matching = [one for one in matching if one.id == identity] or matching
+    if not matching:
+        raise UsageError(
+            f'there is no baseline "{identity}" in {_chosen(folder)}: see `attnbench baseline list`; {MAKE}.'
+        )
+    if len(matching) > 1:
+        raise UsageError(
+            f'"{identity}" matches {len(matching)} baselines: add words until only one matches ({matching[0].id}, ...).'
+        )
+    one = matching[0]
     if json:
         print_json(one)
         return 0
@@ -86,25 +93,18 @@ def show(
 
 def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str, folder: Path, json: bool) -> int:
     """Save or update baselines, and print what was left out with its reason; return the exit code."""
-    from attnbench.cli.inputs import find_run
-    from attnbench.results.records import ANCHOR
-    from attnbench.results.run_file import read_run
+    from attnbench.results.records import ANCHOR, is_anchor
     from attnbench.run.user_functions import sources_of
 
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
-    for path in dict.fromkeys(find_run(name) for name in runs):
-        run = read_run(path)
-        for warning in run.warnings:
-            warn(warning)
-        records = [
-            r
-            for r in run.records
-            if r.implementation.startswith(ANCHOR) or all(word in r.cell.id for word in words.split())
-        ]
+    for path, run in read_runs(runs).items():
+        records = [r for r in run.records if is_anchor(r) or has_words(r, words)]
         dirty = {r.implementation for r in records if r.environment is not None and r.environment.is_dirty}
         if dirty := sorted(name for name in dirty if not name.startswith(ANCHOR)):
-            warn(f"{path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit holds them")
+            warn(
+                f"{path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit contains this code"
+            )
         done = keep(records, folder, note=note, created=run.header.created, sources=sources_of(run))
         written += done.written
         skipped += done.skipped
@@ -130,18 +130,6 @@ def _matching(folder: Path, words: str) -> list[Baseline]:
     from attnbench.comparing.baselines import list_baselines
 
     return [one for one in list_baselines(folder) if all(word in one.id for word in words.split())]
-
-
-def _only(identity: str, folder: Path) -> Baseline:
-    found = _matching(folder, identity)
-    found = [one for one in found if one.id == identity] or found
-    if not found:
-        raise UsageError(f'there is no baseline "{identity}" in {folder}: see `attnbench baseline list`; {MAKE}.')
-    if len(found) > 1:
-        raise UsageError(
-            f'"{identity}" names {len(found)} baselines: add words until one is left ({found[0].id}, ...).'
-        )
-    return found[0]
 
 
 def _row(one: Baseline) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Choice, Json, Quiet, Shape
+from attnbench.cli.options import OWN_SHAPE, Json, Quiet, Selection, ShapeOptions, select_workloads
 from attnbench.cli.output import note, print_json, say
 from attnbench.errors import UsageError
 
@@ -25,7 +24,7 @@ def bisect(
     *,
     good: Annotated[str, Parameter(help="Git ref at which it was fast enough.")],
     bad: Annotated[str, Parameter(help="Git ref at which it is slower.")] = "HEAD",
-    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -36,11 +35,20 @@ def bisect(
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
     from attnbench.comparing.bisect import closing, find_first_slower, not_confirmed
-    from attnbench.run.git import resolve
+    from attnbench.run.git import commits_between, merge_base, resolve
     from attnbench.run.machine import machine_lock
 
-    workload, tell = _workload(shape), (lambda _: None) if quiet or json else note
-    commits, start, end = _commits(good, bad, tell), resolve(good), resolve(bad)
+    tell = (lambda _: None) if quiet or json else note
+    _, workloads = select_workloads(None, False, OWN_SHAPE if shape == ShapeOptions() else shape, Selection())
+    if len(workloads) != 1:
+        raise UsageError(f"bisect takes one workload at a time, and these options make {len(workloads)}.")
+    workload, start, end = workloads[0], resolve(good), resolve(bad)
+    if merge_base(good, bad) != start:
+        tell(f"note: {good} is not an ancestor of {bad}; the commits of {bad} that {good} lacks are searched.")
+    # Commit -> subject, oldest first; a merged branch counts as its merge commit.
+    commits = dict(commits_between(good, bad, first_parent=True))
+    if not commits:
+        raise UsageError(f"{bad} has no commits that {good} lacks: choose an older --good or a newer --bad.")
 
     def is_slower(commit: str) -> bool | None:
         answer = slower_than(start, commit, implementation, workload)
@@ -93,24 +101,3 @@ def slower_than(good: str, candidate: str, implementation: str, workload: Worklo
     except UsageError:
         return None
     return {"slower": True, "same": False, "faster": False}.get(verdict or "")
-
-
-def _commits(good: str, bad: str, tell: Callable[[str], None]) -> dict[str, str]:
-    """Return commit -> subject of the commits to search, oldest first; a merged branch counts as its merge commit."""
-    from attnbench.run.git import commits_between, merge_base, resolve
-
-    if merge_base(good, bad) != resolve(good):
-        tell(f"note: {good} is not an ancestor of {bad}; the commits of {bad} that {good} lacks are searched.")
-    commits = dict(commits_between(good, bad, first_parent=True))
-    if not commits:
-        raise UsageError(f"{bad} holds no commit that {good} does not: choose an older --good or a newer --bad.")
-    return commits
-
-
-def _workload(shape: Shape) -> Workload:
-    from attnbench.cli.selection import OWN_SHAPE, select_workloads
-
-    _, found = select_workloads(None, False, OWN_SHAPE if shape == Shape() else shape, Choice())
-    if len(found) != 1:
-        raise UsageError(f"bisect takes one workload at a time, and these options make {len(found)}.")
-    return found[0]

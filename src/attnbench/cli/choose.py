@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from attnbench.cli.options import Json, Many
+from attnbench.cli.inputs import read_runs
+from attnbench.cli.options import Flag, Json, Many, Runs
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.choosing.candidates import Source
+    from attnbench.choosing.candidates import CandidateRun
     from attnbench.choosing.choose import Chosen
-    from attnbench.policy import Constraints, Policy
+    from attnbench.policy import Constraints
 
 NOTHING = 3
 SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
@@ -34,7 +35,9 @@ class Within:
     """Constraints on the choice."""
 
     max_memory: Annotated[str | None, Parameter(help="Most extra memory of a call, such as 2GB or 512MiB.")] = None
-    deterministic: Annotated[bool, Parameter(negative="", help="Only what gives the same bits every time.")] = False
+    deterministic: Annotated[
+        bool, Flag, Parameter(help="Only implementations that give the same bits in every call.")
+    ] = False
     max_error: Annotated[
         float | None, Parameter(help="Largest relative error against float64, of output and gradients.")
     ] = None
@@ -51,10 +54,10 @@ class Within:
 
 
 def choose(
-    *runs: Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")],
+    *runs: Runs,
     output: Output = None,
     judge: Annotated[
-        Path | None, Parameter(help="Choose nothing: evaluate this policy file on the runs and print its regret.")
+        Path | None, Parameter(help="Only evaluate this policy file on the runs, and print its regret.")
     ] = None,
     within: Within = Within(),  # noqa: B008 (frozen)
     json: Json = False,
@@ -73,28 +76,31 @@ def choose(
     chosen = choose_from(read_sources(runs or ("latest",)), constraints)
     if judge is not None:
         return _judge(judge, chosen, json)
-    before = held_before(output)
+    before = describe_replaced(output)
     code = write(chosen, output)
     if json:
         print_json(document(chosen, output if code == 0 else None))
         return code
-    tell(chosen)
+    print_chosen(chosen)
     if output is not None and code == 0:
         note(f"wrote {output}{before}")
     return code
 
 
-def choose_from(sources: Sequence[Source], constraints: Constraints) -> Chosen:
+def choose_from(sources: Sequence[CandidateRun], constraints: Constraints) -> Chosen:
     """Choose from runs, leaving out implementations that the registry offers by name only."""
     from attnbench import registry
     from attnbench.choosing.choose import choose as choose_records
 
     names = {record.implementation for source in sources for record in source.records}
-    return choose_records(sources, constraints, _by_name_only(names), registry.names())
+    loadable, _ = registry.loadable()
+    reasons = {name: registry.get(name).by_name_only for name in loadable if name in names}
+    refused = {name: f"by name only: {why}" for name, why in reasons.items() if why}
+    return choose_records(sources, constraints, refused, registry.names())
 
 
-def held_before(output: Path | None) -> str:
-    """Describe the file that a new policy replaces, for the line that says it was written; empty if there is none."""
+def describe_replaced(output: Path | None) -> str:
+    """Return words about the file that a new policy replaces, for the message that it was written; empty if none."""
     from attnbench.policy import read_policy
 
     if output is None or not output.is_file():
@@ -102,8 +108,8 @@ def held_before(output: Path | None) -> str:
     try:
         count = len(read_policy(output.read_bytes(), str(output)).entries)
     except (OSError, UsageError):
-        return ", which was no policy"
-    return f", which held {count} entr{'y' if count == 1 else 'ies'}"
+        return ", replacing a file that was not a policy"
+    return f", replacing a policy of {count} entr{'y' if count == 1 else 'ies'}"
 
 
 def write(chosen: Chosen, output: Path | None) -> int:
@@ -121,12 +127,17 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     """Print what the policy of a file loses on the shapes of the runs; return the exit code."""
     from attnbench.choosing.choose import environment_of, policy_loss
     from attnbench.choosing.text import judgement, judgement_document, print_losses
+    from attnbench.policy import load_policy
 
-    policy = _read_policy(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = load_policy(path)
+    for one in caught:
+        warn(one.message)
     stale = {ground.place.key: policy.stale(environment_of(ground)) for ground in chosen.grounds}
     grounds = [ground for ground in chosen.grounds if stale[ground.place.key] is None]
     for why in dict.fromkeys(why for why in stale.values() if why is not None):
-        note(f"not judged: {why}")
+        note(f"not evaluated: {why}")
     found = [(ground, policy_loss(policy, ground)) for ground in grounds]
     if json:
         print_json(judgement_document(policy, found))
@@ -139,19 +150,7 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     return 0 if any(loss.regret is not None for _, loss in found) else NOTHING
 
 
-def _read_policy(path: Path) -> Policy:
-    """Return the policy of a file; Python warnings become warning lines on stderr."""
-    from attnbench.policy import load_policy
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        policy = load_policy(path)
-    for one in caught:
-        note(f"warning: {one.message}")
-    return policy
-
-
-def tell(chosen: Chosen) -> None:
+def print_chosen(chosen: Chosen) -> None:
     """Print the tables and the closing sentence on stdout."""
     from attnbench.choosing.text import closing, print_losses, print_policy
 
@@ -191,27 +190,11 @@ def read_size(text: str) -> int:
     return int(size)
 
 
-def read_sources(names: Sequence[str]) -> list[Source]:
+def read_sources(names: Sequence[str]) -> list[CandidateRun]:
     """Read every run named, each once."""
-    from attnbench.choosing.candidates import Source
-    from attnbench.cli.inputs import find_run
-    from attnbench.results.run_file import read_run
+    from attnbench.choosing.candidates import CandidateRun
 
-    found: list[Source] = []
-    for path in dict.fromkeys(find_run(name) for name in names):
-        run = read_run(path)
-        for warning in run.warnings:
-            warn(warning)
-        found.append(Source(path.name, run.header.created, run.records))
+    found = [CandidateRun(path.name, run.header.created, run.records) for path, run in read_runs(names).items()]
     if not any(source.records for source in found):
         raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
     return found
-
-
-def _by_name_only(names: set[str]) -> dict[str, str]:
-    """Return the implementations known here that sweeps leave out, with the reason."""
-    from attnbench import registry
-
-    known, _ = registry.loadable()
-    found = {name: registry.get(name).by_name_only for name in known if name in names}
-    return {name: f"by name only: {why}" for name, why in found.items() if why}

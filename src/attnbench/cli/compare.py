@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Json, Many, Quiet, Shape, Whole
+from attnbench.cli.options import (
+    OWN_SHAPE,
+    Budget,
+    Device,
+    Json,
+    Many,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    Threads,
+    select_workloads,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
 from attnbench.errors import UsageError
 
@@ -21,17 +31,19 @@ NOTHING = 3
 
 def compare(
     a: Annotated[str, Parameter(help="A name, file.py:function or package.module:function.")],
-    b: Annotated[str | None, Parameter(help="The one that is judged; not given with --baseline and --current.")] = None,
+    b: Annotated[
+        str | None, Parameter(help="The implementation that is judged; leave it out with --baseline and --current.")
+    ] = None,
     /,
     *,
     baseline: Annotated[str | None, Parameter(help="Git ref of A; its code runs from a worktree.")] = None,
     current: Annotated[str | None, Parameter(help='Git ref that is judged (HEAD); "." is the working tree.')] = None,
     suite: Annotated[str | None, Parameter(help="Every workload of this suite; else the shape options.")] = None,
-    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     framework: Annotated[str | None, Parameter(help="Framework of bare functions (torch).")] = None,
-    device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
-    threads: Annotated[int | None, Whole, Parameter(help="CPU threads.")] = None,
-    budget: Annotated[float, Parameter(help="Seconds that one comparison may take at most.")] = 60.0,
+    device: Device = None,
+    threads: Threads = None,
+    budget: Budget = 60.0,
     fail_on: Annotated[
         tuple[Literal["slower", "inconclusive"], ...],
         Many,
@@ -45,15 +57,35 @@ def compare(
     Examples: `attnbench compare torch.eager torch.sdpa --seq-len 1024` ·
     `attnbench compare my_kernel.py:attention --baseline main --current HEAD`
     """
-    from attnbench.cli.options import Choice
-    from attnbench.cli.selection import OWN_SHAPE, select_workloads
+    from attnbench.comparing import compare as comparing
     from attnbench.comparing.text import ExperimentProgress, print_comparison
     from attnbench.config import load_settings
     from attnbench.run.machine import measuring
 
-    _check(a, b, baseline, current)
+    if b is None and baseline is None:
+        raise UsageError(f"compare {a} with what? Name a second implementation, or --baseline REF [--current REF].")
+    if b is not None and (baseline is not None or current is not None):
+        raise UsageError(
+            "compare takes two implementations, or one in two refs: leave out the second name, or the refs."
+        )
     settings = load_settings({"device": device, "framework": framework, "threads": threads})
-    _, workloads = select_workloads(suite, False, OWN_SHAPE if suite is None and shape == Shape() else shape, Choice())
+    shape = OWN_SHAPE if suite is None and shape == ShapeOptions() else shape
+    _, workloads = select_workloads(suite, False, shape, Selection())
+
+    def answer(workload: Workload, watch: Watch) -> Comparison:
+        terms: Any = {"device": settings.device, "threads": settings.threads, "budget_s": budget, "watch": watch}
+        if b is not None:
+            return comparing.compare(a, b, workload, framework=settings.framework or "torch", **terms)
+        assert baseline is not None
+        return comparing.compare_refs(
+            baseline=baseline,
+            current=current or "HEAD",
+            implementation=a,
+            workload=workload,
+            framework=settings.framework,
+            **terms,
+        )
+
     found: list[Comparison] = []
     with measuring("compare") as notes:
         for note in notes:
@@ -61,8 +93,7 @@ def compare(
         try:
             for workload in workloads:
                 with ExperimentProgress(stderr_console(), quiet or json) as progress:
-                    asked = _Question(a, b, baseline, current or "HEAD", settings.framework)
-                    found.append(asked.answer(workload, settings.device, settings.threads, budget, progress))
+                    found.append(answer(workload, progress))
                 if not json:
                     print_comparison(stdout_console(), found[-1])
         except BaseException:
@@ -71,48 +102,12 @@ def compare(
             raise
     if json:
         print_json(found[0] if len(found) == 1 else found)
-    return _exit_code(found, fail_on)
-
-
-class _Question:
-    def __init__(self, a: str, b: str | None, baseline: str | None, current: str, framework: str | None) -> None:
-        self._a, self._b, self._baseline, self._current, self._framework = a, b, baseline, current, framework
-
-    def answer(
-        self, workload: Workload, device: str | None, threads: int | None, budget: float, watch: Watch
-    ) -> Comparison:
-        from attnbench.comparing import compare as comparing
-
-        if self._b is not None:
-            return comparing.compare(
-                self._a,
-                self._b,
-                workload,
-                framework=self._framework or "torch",
-                device=device,
-                threads=threads,
-                budget_s=budget,
-                watch=watch,
-            )
-        assert self._baseline is not None
-        return comparing.compare_refs(
-            baseline=self._baseline,
-            current=self._current,
-            implementation=self._a,
-            workload=workload,
-            framework=self._framework,
-            device=device,
-            threads=threads,
-            budget_s=budget,
-            watch=watch,
-        )
-
-
-def _check(a: str, b: str | None, baseline: str | None, current: str | None) -> None:
-    if b is None and baseline is None:
-        raise UsageError(f"compare {a} with what? Name a second implementation, or --baseline REF [--current REF].")
-    if b is not None and (baseline is not None or current is not None):
-        raise UsageError("two implementations, or one in two refs: leave out the second name, or the refs.")
+    verdicts = {one.verdict for one in found}
+    if "slower" in fail_on and ("slower" in verdicts or any(map(_is_worse, found))):
+        return 1
+    if verdicts == {None}:
+        return NOTHING
+    return 4 if "inconclusive" in fail_on and "inconclusive" in verdicts else 0
 
 
 def _is_worse(comparison: Comparison) -> bool:
@@ -121,12 +116,3 @@ def _is_worse(comparison: Comparison) -> bool:
     if b is None or b.status == "ok":
         return False
     return b.status == "incorrect" or (a is not None and a.status == "ok")
-
-
-def _exit_code(found: Sequence[Comparison], fail_on: Sequence[str]) -> int:
-    verdicts = {one.verdict for one in found}
-    if "slower" in fail_on and ("slower" in verdicts or any(_is_worse(one) for one in found)):
-        return 1
-    if verdicts == {None}:
-        return NOTHING
-    return 4 if "inconclusive" in fail_on and "inconclusive" in verdicts else 0

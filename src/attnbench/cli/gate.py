@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Choice, Json, Many, Quiet, Shape, Whole
+from attnbench.cli.options import (
+    Budget,
+    Device,
+    Json,
+    Many,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    Threads,
+    expand,
+    filter_words,
+    select_workloads,
+    swept_names,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.errors import UsageError
 
@@ -30,10 +42,12 @@ def gate(
         tuple[str, ...], Many, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
     ] = (),
     words: Annotated[str, Parameter(name=["--filter", "-k"], help="Words that cases must contain.")] = "",
-    device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
-    threads: Annotated[int | None, Whole, Parameter(help="CPU threads.")] = None,
-    budget: Annotated[float, Parameter(help="Seconds that one comparison may take at most.")] = 60.0,
-    thresholds: Annotated[Path | None, Parameter(help="TOML file of floors per case, only upward.")] = None,
+    device: Device = None,
+    threads: Threads = None,
+    budget: Budget = 60.0,
+    thresholds: Annotated[
+        Path | None, Parameter(help="TOML file that raises the floors of some cases; no floor can be lowered.")
+    ] = None,
     on_inconclusive: Annotated[
         Literal["exit", "pass", "fail"], Parameter(help="What inconclusive cases mean: exit code 4, 0 or 1.")
     ] = "exit",
@@ -45,8 +59,12 @@ def gate(
 
     Exit codes: 0 pass · 1 slower, wrong or bigger · 2 usage · 3 nothing measured · 4 inconclusive · 5 untrusted
     """
-    from attnbench.comparing.ci_files import remove_files, write_ci
+    from attnbench.comparing.ci_files import FILES, remove_files, write_ci, write_files
+    from attnbench.comparing.gate import GateOrder, gate_refs
+    from attnbench.comparing.gate_cases import load_thresholds
     from attnbench.comparing.gate_text import print_gate
+    from attnbench.comparing.stored import gate_stored
+    from attnbench.comparing.text import ExperimentProgress
     from attnbench.comparison import EXIT_CODES
     from attnbench.config import load_settings
     from attnbench.results.run_file import check_writable
@@ -54,13 +72,40 @@ def gate(
     if ci is not None:
         remove_files(ci)  # whatever ends this gate, those of an earlier one must not pass for its own
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
-    baseline = _required(baseline, settings)
+    baseline = _default_baseline(settings) if baseline is None else baseline
     if ci is not None:
         check_writable(ci, "--ci")
+    means: Any = OUTCOMES[on_inconclusive]
     if _is_stored(current) or _is_stored(baseline):
-        report = _gate_stored(baseline, current, settings, on_inconclusive)
+        old, new = _stored(baseline, current)
+        report = gate_stored(old, new, load_thresholds(settings.thresholds), means)
     else:
-        report = _gate_refs(baseline, current, suite, impl, words, budget, settings, on_inconclusive, ci, quiet or json)
+        name, workloads = select_workloads(suite, False, ShapeOptions(), Selection())
+        floors = load_thresholds(settings.thresholds)
+        workloads, names = filter_words(words, workloads, _names(impl, settings))
+
+        def keep(report: GateReport) -> None:
+            if ci is not None:
+                with suppress(UsageError):  # if the disk is still full at the end, that is told
+                    write_files(report, ci)
+
+        with ExperimentProgress(stderr_console(), quiet or json) as progress:
+            order = GateOrder(
+                baseline=baseline,
+                current=current,
+                suite=name,
+                workloads=workloads,
+                implementations=names,
+                folder=Path.cwd(),
+                device=settings.device,
+                threads=settings.threads,
+                budget_s=budget,
+                floors=floors,
+                on_inconclusive=means,
+                outputs=() if ci is None else tuple(ci / name for name in FILES),
+                on_progress=keep,
+            )
+            report = gate_refs(order, progress)
     with suppress(BrokenPipeError):  # the exit code counts, whoever reads
         if json:
             print_json(report)
@@ -71,14 +116,12 @@ def gate(
     return EXIT_CODES[report.outcome]
 
 
-def _required(baseline: str | None, settings: Settings) -> str:
-    if baseline is not None:
-        return baseline
+def _default_baseline(settings: Settings) -> str:
     folder = Path(settings.baselines_dir)
     if folder.is_dir():
         return str(folder) if folder.is_absolute() else f"./{folder}"
     raise UsageError(
-        "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or keep one with "
+        "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or save one with "
         "`attnbench run ci` and `attnbench baseline save RUN`."
     )
 
@@ -93,95 +136,39 @@ def _is_stored(what: str) -> bool:
         return True
     if what == "." or not Path(what).is_dir():
         return False
-    return _is_path(what) or holds_baselines(Path(what)) or not is_ref(what)
+    is_path = what.startswith(("./", "../", "/")) or what.endswith("/") or Path(what).is_absolute()
+    return is_path or holds_baselines(Path(what)) or not is_ref(what)
 
 
-def _is_path(what: str) -> bool:
-    """Return whether a name can only be a path: ./baselines, ../baselines, /baselines, baselines/."""
-    return what.startswith(("./", "../", "/")) or what.endswith("/") or Path(what).is_absolute()
-
-
-def _gate_stored(baseline: str, current: str, settings: Settings, on_inconclusive: str) -> GateReport:
+def _stored(baseline: str, current: str) -> tuple[Path, Path]:
+    """Return the run file or folder of baselines, and the run file that is judged."""
     from attnbench.cli.inputs import find_run
-    from attnbench.comparing.gate_cases import load_thresholds
-    from attnbench.comparing.stored import gate_stored
 
     if not _is_stored(baseline) or not _is_stored(current):
         stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
         raise UsageError(
-            f"{stored} holds measurements and a git ref does not: give {option} a run file too (`attnbench run ci`)."
+            f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )
-    old = Path(baseline) if Path(baseline).is_dir() else find_run(baseline)
-    floors = load_thresholds(settings.thresholds)
-    return gate_stored(old, find_run(current), floors, OUTCOMES[on_inconclusive])  # pyright: ignore[reportArgumentType]
+    return Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
 
 
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
-    from attnbench import registry
-    from attnbench.cli.selection import expand, swept_names
-
-    asked, known = impl or settings.implementations, registry.names()
-    named = tuple(dict.fromkeys(name for one in asked for name in expand(one, known)))
-    return named or _of_this_repository(swept_names())
-
-
-def _of_this_repository(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that belong to this repository: attnbench's own are the same in all refs of another one."""
+    """Return the names asked for; else those that belong to this repository: attnbench's own are the same in all refs
+    of another one."""
     from attnbench import registry
     from attnbench.run import git
 
+    known = registry.names()
+    named = tuple(dict.fromkeys(name for one in impl or settings.implementations for name in expand(one, known)))
+    if named:
+        return named
+    swept = swept_names()
     if any((git.root() / folder / "attnbench").is_dir() for folder in ("src", ".")):
-        return tuple(names)
-    mine = tuple(name for name in names if registry.module_of(name).partition(".")[0] != "attnbench")
+        return tuple(swept)
+    mine = tuple(name for name in swept if registry.module_of(name).partition(".")[0] != "attnbench")
     if not mine:
         raise UsageError(
-            "no implementation of this repository is known, so nothing of it would be measured: name functions with "
-            "--impl file.py:function or package.module:function, or in `implementations` of [tool.attnbench]."
+            "no implementation of this repository is registered, so none of its code would be measured: name functions "
+            "with --impl file.py:function or package.module:function, or in `implementations` of [tool.attnbench]."
         )
     return mine
-
-
-def _gate_refs(
-    baseline: str,
-    current: str,
-    suite: str,
-    impl: tuple[str, ...],
-    words: str,
-    budget: float,
-    settings: Settings,
-    on_inconclusive: str,
-    ci: Path | None,
-    quiet: bool,
-) -> GateReport:
-    from attnbench.cli.selection import filter_words, select_workloads
-    from attnbench.comparing.ci_files import FILES, write_files
-    from attnbench.comparing.gate import GateOrder, gate_refs
-    from attnbench.comparing.gate_cases import load_thresholds
-    from attnbench.comparing.text import ExperimentProgress
-
-    name, workloads = select_workloads(suite, False, Shape(), Choice())
-    floors = load_thresholds(settings.thresholds)
-    workloads, names = filter_words(words, workloads, _names(impl, settings))
-
-    def keep(report: GateReport) -> None:
-        if ci is not None:
-            with suppress(UsageError):  # if the disk is still full at the end, that is told
-                write_files(report, ci)
-
-    with ExperimentProgress(stderr_console(), quiet) as progress:
-        order = GateOrder(
-            baseline=baseline,
-            current=current,
-            suite=name,
-            workloads=workloads,
-            implementations=names,
-            folder=Path.cwd(),
-            device=settings.device,
-            threads=settings.threads,
-            budget_s=budget,
-            floors=floors,
-            on_inconclusive=OUTCOMES[on_inconclusive],  # pyright: ignore[reportArgumentType]
-            outputs=() if ci is None else tuple(ci / name for name in FILES),
-            on_progress=keep,
-        )
-        return gate_refs(order, progress)

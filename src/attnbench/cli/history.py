@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Json, Many
+from attnbench.cli.inputs import asker, commit_places, has_words
+from attnbench.cli.options import Json, Many, Words, spell_workload
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import BrokenFile, UsageError
 
 if TYPE_CHECKING:
-    from attnbench.comparing.history import Change, Source, Trend
+    from attnbench.comparing.history import HistoryFile, LevelChange, Trend
 
 
 def history(
@@ -22,18 +23,14 @@ def history(
         str, Parameter(help="Run files, baselines, folders of them, or parts of run files' names; all when not given.")
     ],
     impl: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = (),
-    words: Annotated[
-        str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")
-    ] = "",
+    words: Words = "",
     json: Json = False,
 ) -> int:
     """Show every cell over the commits it was measured at, relative to the anchor kernels of its run, with its changes.
 
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
-    from attnbench.cli.inputs import asker, commit_places
-    from attnbench.comparing.history import Trend, find_changes, gather
-    from attnbench.comparing.history_text import closing, print_history
+    from attnbench.comparing.history import Trend, closing, find_changes, gather, print_history
 
     sources = _only(_sources(runs), impl, words)
     places = commit_places(record for source in sources for record in source.records)
@@ -42,9 +39,17 @@ def history(
     trends = [Trend(one, find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
-        told = f"note: {len(unknown)} commits are not in this clone; their series are in order of time."
-        note(told)
-    sentence = closing(trends, _command)
+        note(f"note: {len(unknown)} commits are not in this clone; their series are ordered by time.")
+
+    def bisect_command(trend: Trend, change: LevelChange) -> str:
+        """Return the command that would confirm a change."""
+        shape = spell_workload(trend.series.workload)
+        if shape is None or not (change.old and change.new) or change.direction == "faster":
+            return ""
+        refs = ["--good", change.old, "--bad", change.new]
+        return shlex.join(["attnbench", "bisect", trend.series.key.implementation, *refs, *shape])
+
+    sentence = closing(trends, bisect_command)
     if json:
         print_json({"trends": trends, "excluded": excluded, "closing": sentence})
         return 0
@@ -55,11 +60,15 @@ def history(
     return 0
 
 
-def _sources(names: Sequence[str]) -> list[Source]:
+def _sources(names: Sequence[str]) -> list[HistoryFile]:
     """Read the runs and baselines that are named; a broken file is an error if named itself, a warning in a folder."""
+    from attnbench.comparing.baselines import read_baseline
+    from attnbench.comparing.history import HistoryFile
     from attnbench.config import load_settings
-    from attnbench.reading import files_in
+    from attnbench.files import files_in
     from attnbench.report.summaries import FILES as SUMMARIES
+    from attnbench.results.run_file import read_run
+    from attnbench.run.user_functions import sources_of
 
     settings = load_settings()
     runs_dir, folders = Path(settings.runs_dir), [Path(name) for name in names if Path(name).is_dir()]
@@ -70,15 +79,24 @@ def _sources(names: Sequence[str]) -> list[Source]:
     for part in parts:
         found = [path for path in files_in(runs_dir, "*.jsonl") if part in str(path)]
         if not found:
-            raise UsageError(f'there is no run file or folder "{part}", and none of that name in {runs_dir}.')
+            raise UsageError(
+                f'there is no run file or folder "{part}", and no run file in {runs_dir} has this in its name.'
+            )
         files += found
     if not files:
         raise UsageError(f"there are no run files in {runs_dir}: `attnbench run --quick` makes one.")
-    sources: list[Source] = []
+    sources: list[HistoryFile] = []
     warnings: list[str] = []
     for path in dict.fromkeys(files):
         try:
-            sources.append(_read(path, warnings))
+            if path.suffix == ".json":
+                one = read_baseline(path)
+                places = {one.record.implementation: one.source} if one.source else {}
+                sources.append(HistoryFile(one.created, one.records, places))
+            else:
+                run = read_run(path)
+                warnings += run.warnings
+                sources.append(HistoryFile(run.header.created, run.records, sources_of(run)))
         except BrokenFile as error:
             if path in map(Path, names):
                 raise
@@ -88,45 +106,20 @@ def _sources(names: Sequence[str]) -> list[Source]:
     return sources
 
 
-def _read(path: Path, warnings: list[str]) -> Source:
-    """Return the records of a file; the warnings of its reader are added to `warnings`."""
-    from attnbench.comparing.baselines import read_baseline
-    from attnbench.comparing.history import Source
-    from attnbench.results.run_file import read_run
-    from attnbench.run.user_functions import sources_of
-
-    if path.suffix == ".json":
-        baseline = read_baseline(path)
-        places = {baseline.record.implementation: baseline.source} if baseline.source else {}
-        return Source(baseline.created, baseline.records, places)
-    run = read_run(path)
-    warnings += run.warnings
-    return Source(run.header.created, run.records, sources_of(run))
-
-
-def _only(sources: Sequence[Source], impl: Sequence[str], words: str) -> list[Source]:
+def _only(sources: Sequence[HistoryFile], impl: Sequence[str], words: str) -> list[HistoryFile]:
     """Return the records asked for, and the anchors."""
-    from attnbench.comparing.history import Source
-    from attnbench.results.records import ANCHOR, matches
+    from attnbench.comparing.history import HistoryFile
+    from attnbench.results.records import is_anchor, matches
     from attnbench.spec import Record
 
     def wanted(record: Record) -> bool:
         name = record.implementation
         named = not impl or any(matches(name, one) for one in impl)
-        return name.startswith(ANCHOR) or (named and all(word in record.cell.id for word in words.split()))
+        return is_anchor(record) or (named and has_words(record, words))
 
-    kept = [Source(source.created, [r for r in source.records if wanted(r)], source.places) for source in sources]
-    if not any(not r.implementation.startswith(ANCHOR) for source in kept for r in source.records):
-        raise UsageError(f'no record is of "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.')
+    kept = [HistoryFile(source.created, [r for r in source.records if wanted(r)], source.places) for source in sources]
+    if not any(not is_anchor(r) for source in kept for r in source.records):
+        raise UsageError(
+            f'no record matches "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.'
+        )
     return kept
-
-
-def _command(trend: Trend, change: Change) -> str:
-    """Return the bisect command that would confirm a change."""
-    from attnbench.cli.selection import spell_workload
-
-    shape = spell_workload(trend.series.workload)
-    if shape is None or not (change.old and change.new) or change.direction == "faster":
-        return ""
-    refs = ["--good", change.old, "--bad", change.new]
-    return shlex.join(["attnbench", "bisect", trend.series.key.implementation, *refs, *shape])

@@ -1,4 +1,4 @@
-"""Runs that a reading command was given: how they are found, which names they must hold, and their commits in git."""
+"""Runs that a command reads: how they are found and read, which names they must hold, and their commits in git."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnbench.cli.output import warn
 from attnbench.errors import UnknownName, UsageError
 from attnbench.spec import Record
 
 if TYPE_CHECKING:
     from attnbench.comparing.history import Commits
+    from attnbench.results.run_file import Run
 
 
 def find_run(text: str) -> Path:
     """Return the file of that path, or the newest in the runs folder whose name contains the text."""
     from attnbench.config import load_settings
-    from attnbench.reading import files_in
+    from attnbench.files import files_in
 
     if Path(text).is_file():
         return Path(text)
@@ -26,35 +28,52 @@ def find_run(text: str) -> Path:
     found = sorted((p for p in files_in(folder, "*.jsonl") if wanted in str(p)), key=lambda p: p.stat().st_mtime)
     if not found:
         raise UsageError(
-            f'there is no run file "{text}", and none of that name in {folder}: `attnbench run --quick` makes one.'
+            f'there is no run file "{text}", and no file in {folder} has this in its name: '
+            "`attnbench run --quick` makes one."
         )
     return found[-1]
 
 
+def read_runs(names: Iterable[str]) -> dict[Path, Run]:
+    """Read every run named, each once, and print the warnings about them."""
+    from attnbench.results.run_file import read_run
+
+    runs = {path: read_run(path) for path in dict.fromkeys(map(find_run, names))}
+    for run in runs.values():
+        for warning in run.warnings:
+            warn(warning)
+    return runs
+
+
+def has_words(record: Record, words: str) -> bool:
+    """Return whether the id of a cell contains all these words."""
+    return all(word in record.cell.id for word in words.split())
+
+
 def spare_runs(targets: Iterable[Path], runs: Iterable[Path], option: str) -> None:
-    """Refuse to write over what is read; `option` is how to name another place."""
+    """Raise UsageError if a target is one of the run files to read; `option` is the one that names the target."""
     read = {path.resolve() for path in runs}
     for target in targets:
         if target.resolve() in read:
-            raise UsageError(f"{target} is the run itself: name another place with {option}.")
+            raise UsageError(f"{target} is one of the run files to read: choose another path with {option}.")
 
 
 def check_against(against: Sequence[str], records: Iterable[Record]) -> None:
-    """Refuse a name if these runs hold nothing of it that others can be compared with."""
-    from attnbench.results.records import ANCHOR, is_timed, matches
+    """Raise UsageError for a name without any timed, exact record in these runs to compare others with."""
+    from attnbench.results.records import is_anchor, is_timed, matches
 
-    known = [record for record in records if not record.implementation.startswith(ANCHOR)]
+    known = [record for record in records if not is_anchor(record)]
     for wanted in against:
         mine = [record for record in known if matches(record.implementation, wanted)]
         if not mine:
             raise UnknownName("implementation in these runs", wanted, sorted({r.implementation for r in known}), "")
         if not any(is_timed(record) and not record.approximate for record in mine):
-            why = "it is approximate" if any(map(is_timed, mine)) else "it was timed on no shape"
+            why = "it is approximate" if any(map(is_timed, mine)) else "it was not timed on any shape"
             raise UsageError(f"nothing can be compared with {wanted}: {why} in these runs.")
 
 
 def commit_places(records: Iterable[Record]) -> dict[str, int]:
-    """Return the place of each commit in git's history; nothing outside a repository."""
+    """Return the position of each commit in git's history; empty outside a repository."""
     from attnbench.run.git import commit_order, is_repository
 
     environments = [record.environment for record in records if record.environment is not None]

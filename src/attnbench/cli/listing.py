@@ -1,4 +1,4 @@
-"""`attnbench list implementations|suites|workloads`."""
+"""`attnbench list implementations|suites|workloads` and `attnbench doctor`: what there is, and what runs here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from attnbench.cli.options import Json
-from attnbench.cli.output import print_json, stdout_console
+from attnbench.cli.options import DEFAULT_SUITE, Flag, Json, load_suite
+from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.errors import UsageError
 
 listing = App(help="List implementations, suites or workloads.")
@@ -19,7 +19,19 @@ def implementations(*, json: Json = False) -> int:
     """List every implementation, where it comes from and what it is. `attnbench doctor` says what runs here."""
     from attnbench import registry
 
-    _show([_describe(name) for name in registry.names()], json)
+    rows = []
+    for name in registry.names():
+        row: dict[str, Any] = {"implementation": name, "framework": name.partition(".")[0]}
+        row["from"] = registry.origin(name)
+        try:
+            one = registry.get(name)
+        except UsageError as error:  # a broken entry point of a third party must not hide the others
+            rows.append(row | {"approximate": None, "what": str(error)})
+            continue
+        doc = one.description or type(one).__doc__ or sys.modules[type(one).__module__].__doc__ or ""
+        what = " ".join(doc.strip().partition("\n\n")[0].split()) + (" (by name only)" if one.by_name_only else "")
+        rows.append(row | {"approximate": one.approximate, "what": what})
+    _show(rows, json)
     return 0
 
 
@@ -35,35 +47,19 @@ def suites(*, json: Json = False) -> int:
 
 @listing.command
 def workloads(
-    suite: str = "quick",
+    suite: str = DEFAULT_SUITE,
     /,
     *,
-    quick: Annotated[bool, Parameter(negative="", help="Capped shapes.")] = False,
+    quick: Annotated[bool, Flag, Parameter(help="Capped shapes.")] = False,
     json: Json = False,
 ) -> int:
     """List the workloads of a suite (a name or a TOML file)."""
-    from attnbench.cli.selection import load_suite
-
     _, found = load_suite(suite, quick)
     if json:
         _show([{"id": w.id, **w.axes, "source": w.source, "tags": w.tags} for w in found], json)
     else:
         _show([{"workload": w.id, "source": w.source, "tags": " ".join(w.tags)} for w in found], json)
     return 0
-
-
-def _describe(name: str) -> dict[str, Any]:
-    """Return one row; a broken entry point of a third party is shown as such and does not hide the others."""
-    from attnbench import registry
-
-    row: dict[str, Any] = {"implementation": name, "framework": name.partition(".")[0], "from": registry.origin(name)}
-    try:
-        found = registry.get(name)
-    except UsageError as error:
-        return row | {"approximate": None, "what": str(error)}
-    doc = found.description or type(found).__doc__ or sys.modules[type(found).__module__].__doc__ or ""
-    what = " ".join(doc.strip().partition("\n\n")[0].split()) + (" (by name only)" if found.by_name_only else "")
-    return row | {"approximate": found.approximate, "what": what}
 
 
 def _show(rows: list[dict[str, Any]], json: bool) -> None:
@@ -73,3 +69,17 @@ def _show(rows: list[dict[str, Any]], json: bool) -> None:
         print_json(rows)
     else:
         stdout_console().print(plain_table(rows), highlight=False)
+
+
+def doctor(*, json: Json = False) -> int:
+    """Show the device, the libraries really loaded, and for every implementation whether it runs here, or why not."""
+    from attnbench.report.environment import print_diagnosis
+    from attnbench.report.progress import Silent
+    from attnbench.run import launch as launcher
+
+    diagnosis = launcher.diagnose(Silent(stderr_console()))
+    if json:
+        print_json(diagnosis)
+    else:
+        print_diagnosis(stdout_console(), diagnosis)
+    return 0 if any(state.reason is None for state in diagnosis.implementations) else 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import monotonic
@@ -13,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from msgspec import structs
 
-from attnbench.cli.choose import Within
-from attnbench.cli.options import Choice, Json, Quiet, Sampling, Shape
+from attnbench.cli.choose import Within, choose_from, describe_replaced, print_chosen, read_constraints, write
+from attnbench.cli.options import Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
 from attnbench.cli.output import note, print_json, stderr_console
+from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from attnbench.choosing.candidates import Source
+    from attnbench.choosing.candidates import CandidateRun
     from attnbench.choosing.choose import Chosen
-    from attnbench.cli.order import Prepared
     from attnbench.policy import Constraints
+    from attnbench.run.recorder import Prepared
     from attnbench.spec import Record, Workload
 
 NOTHING, INTERRUPTED = 3, 130
@@ -34,21 +34,19 @@ MOST_NAMED = 12
 
 
 def tune(
-    suite: Annotated[
-        str | None, Parameter(help="A suite by name or a TOML file; `quick` when no shape is given.")
-    ] = None,
+    suite: Suite = None,
     /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="The policy file.")] = Path("policy.json"),
     minutes: Annotated[
         float,
         Parameter(
-            help="The first workload is always begun, no other that would end later if it took as long as the last."
+            help="The first workload is always measured, another only if it would end in time at the pace of the last."
         ),
     ] = 10.0,
-    quick: Annotated[bool, Parameter(negative="", help="Cap shapes and sampling time of the suite.")] = False,
-    shape: Shape = Shape(),  # noqa: B008 (frozen)
-    choice: Choice = Choice(),  # noqa: B008
+    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
+    choice: Selection = Selection(),  # noqa: B008
     sampling: Sampling = Sampling(),  # noqa: B008
     within: Within = Within(),  # noqa: B008
     out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
@@ -62,15 +60,13 @@ def tune(
     Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
     """
     from attnbench.choosing.text import document
-    from attnbench.cli.choose import held_before, read_constraints, tell
-    from attnbench.cli.order import Order, prepare
 
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
-    before = held_before(output)
+    before = describe_replaced(output)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
-    session = Session(narrowed(prepare(order), constraints), Clock(monotonic(), 60 * minutes), quiet or json)
+    session = TuningSession(narrowed(prepare(order), constraints), TimeLeft(monotonic(), 60 * minutes), quiet or json)
     chosen, end = session.carry_out(constraints, output)
     if chosen is None:
         note(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
@@ -81,7 +77,7 @@ def tune(
             document(chosen, written) | {"runs": session.paths, "end": end, "not_measured": session.not_measured}
         )
     else:
-        tell(chosen)
+        print_chosen(chosen)
         note(session.told(end))
         if left := session.not_measured:
             note(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
@@ -94,7 +90,7 @@ class TimeIsUp(Exception):
 
 
 @dataclass
-class Clock:
+class TimeLeft:
     """How much of the time is left; the last workload tells how long the next may take."""
 
     started: float
@@ -110,21 +106,24 @@ class Clock:
 
 
 @dataclass
-class Session:
+class TuningSession:
     """Rounds of measuring and choosing."""
 
     prepared: Prepared
-    clock: Clock
+    clock: TimeLeft
     quiet: bool
 
     def __post_init__(self) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[CandidateRun] = []
         self.paths: list[Path] = []
 
     def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
         """Measure and choose in rounds; return the last policy (None if nothing was measured) and why it ended."""
+        from attnbench.choosing.candidates import allowed
         from attnbench.choosing.next_measurements import batch, proposals
-        from attnbench.cli.choose import choose_from, write
+
+        def allowed_variants(name: str, workload: Workload) -> list[str]:
+            return [label for label in variants(name, workload) if allowed(name, label, constraints)]
 
         asked = self.prepared.request
         workloads, labels = asked.workloads, tuple(asked.implementations)
@@ -136,10 +135,10 @@ class Session:
             chosen = choose_from(self.sources, constraints)
             write(chosen, output)
             measured = {record.cell.id for source in self.sources for record in source.records}
-            found = proposals(chosen, partial(_allowed_variants, constraints)) if not end else []
+            found = proposals(chosen, allowed_variants) if not end else []
             found = [one for one in found if any(f"{name}/{one.workload.id}" not in measured for name in one.labels)]
             if not found:
-                return chosen, end or "nothing is left to sharpen"
+                return chosen, end or "no further measurement would improve the policy"
             following = batch(found)
             workloads, labels = tuple(one.workload for one in following), following[0].labels
             if not self.quiet:
@@ -147,16 +146,16 @@ class Session:
 
     def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
         """Measure one round and keep its run; return what stopped it before its end, or an empty text."""
-        from attnbench.choosing.candidates import Source
-        from attnbench.cli.session import Recorder
+        from attnbench.choosing.candidates import CandidateRun
         from attnbench.report.progress import make_listener
         from attnbench.results.run_file import read_run
         from attnbench.run import launch as launcher
+        from attnbench.run.recorder import Recorder
 
         request = structs.replace(self.prepared.request, workloads=tuple(workloads), implementations=tuple(labels))
         end = ""
         with make_listener(stderr_console(), self.quiet) as listener:
-            recorder = Recorder(replace(self.prepared, request=request, suite=SUITE), listener)
+            recorder = Recorder(replace(self.prepared, request=request, suite=SUITE), listener, listener.environments)
 
             def sink(records: Sequence[Record]) -> None:
                 recorder(records)
@@ -172,7 +171,7 @@ class Session:
             recorder.writer.close()
             run = read_run(recorder.writer.path)
             self.paths.append(recorder.writer.path)
-            self.sources.append(Source(recorder.writer.path.name, run.header.created, run.records))
+            self.sources.append(CandidateRun(recorder.writer.path.name, run.header.created, run.records))
         return end
 
     @property
@@ -201,20 +200,14 @@ def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
         kept |= {asked if one == called else one: one for one in may_be}
     for one in constraints.only:
         if not any(allowed(_bare(name), name, Constraints(only=(one,))) for name in kept.values()):
-            raise UsageError(f"--only {one}: nothing that would be measured is called so; name it with --impl too.")
+            raise UsageError(f"--only {one} matches nothing that would be measured: name it with --impl too.")
     if not kept:
-        raise UsageError(f"nothing may be chosen ({constraints}).")
+        raise UsageError(f"the constraints leave nothing to choose from ({constraints}).")
     return replace(prepared, request=structs.replace(prepared.request, implementations=tuple(kept)))
 
 
 def _bare(label: str) -> str:
     return label.partition("[")[0]
-
-
-def _allowed_variants(constraints: Constraints, name: str, workload: Workload) -> list[str]:
-    from attnbench.choosing.candidates import allowed
-
-    return [label for label in variants(name, workload) if allowed(name, label, constraints)]
 
 
 def variants(name: str, workload: Workload) -> list[str]:

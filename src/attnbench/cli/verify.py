@@ -6,7 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import Choice, Json, Many, Quiet, Shape
+from attnbench.cli.options import (
+    OWN_SHAPE,
+    Device,
+    Flag,
+    Json,
+    Many,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    expand,
+    load_suite,
+    loadable_names,
+    select_workloads,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.errors import UnknownName, UsageError
 
@@ -46,31 +59,31 @@ def verify(
         tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function; all when not given.")
     ] = (),
     suite: Annotated[str | None, Parameter(help="Every workload of this suite; by default a spread of `edge`.")] = None,
-    quick: Annotated[bool, Parameter(negative="", help="Cap the shapes of the suite.")] = False,
-    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    quick: Annotated[bool, Flag, Parameter(help="Cap the shapes of the suite.")] = False,
+    shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     family: Annotated[tuple[str, ...], Many, Parameter(help="Only these families, such as sdpa or flex.")] = (),
     framework: Annotated[
-        str | None, Parameter(help="Framework of bare functions; without --impl, the only one.")
+        str | None, Parameter(help="Framework of bare functions; without --impl, only this framework is checked.")
     ] = None,
-    device: Annotated[str | None, Parameter(help="cpu, cuda, ...")] = None,
-    explain: Annotated[bool, Parameter(negative="", help="Where each wrong one is wrong.")] = False,
+    device: Device = None,
+    explain: Annotated[bool, Flag, Parameter(help="Show where each wrong result is wrong.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Check every implementation against float64: forward, LSE, gradients, determinism, stability, properties.
 
-    A bare function computes one thing: say which (`--causal --seq-len 128`), or it is held to full attention.
+    A bare function is checked as full attention unless the options say what it computes (`--causal --seq-len 128`).
     """
     from attnbench.config import load_settings
     from attnbench.report.progress import make_listener
     from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
-    from attnbench.results.records import ANCHOR
+    from attnbench.results.records import is_anchor
     from attnbench.run import launch as launcher
 
     settings = load_settings({"device": device, "framework": framework})
     names = _implementations(impl, family, settings.framework)
     request = launcher.Request(
-        workloads=_workloads(suite, quick, shape, impl, family) + _steps(suite, shape, names),
+        workloads=_workloads(suite, quick, shape, impl, family, names),
         implementations=names,
         framework=settings.framework or "torch",
         device=settings.device,
@@ -88,41 +101,35 @@ def verify(
         print_json({"summary": count_statuses(records), "records": records, "closing": verification_verdict(records)})
     else:
         print_verification(stdout_console(), records, explain)
-    statuses = {record.status for record in records if not record.implementation.startswith(ANCHOR)}
+    statuses = {record.status for record in records if not is_anchor(record)}
     return 1 if statuses & BROKEN else 0 if "ok" in statuses else 3
 
 
 def _workloads(
-    suite: str | None, quick: bool, shape: Shape, impl: tuple[str, ...], family: tuple[str, ...]
+    suite: str | None,
+    quick: bool,
+    shape: ShapeOptions,
+    impl: tuple[str, ...],
+    family: tuple[str, ...],
+    names: tuple[str, ...],
 ) -> tuple[Workload, ...]:
-    from attnbench.cli.selection import OWN_SHAPE, load_suite, select_workloads
-    from attnbench.registry import is_reference
-
-    if suite is not None or shape != Shape():
-        return select_workloads(suite, quick, shape, Choice())[1]
-    if impl and all(is_reference(name) for name in impl):
-        return select_workloads(None, quick, OWN_SHAPE, Choice())[1]
-    edges = load_suite("edge", quick=False)[1]
-    own = {one for name in family for one in FAMILY_SPREAD.get(name, ())}
-    spread = own if family and set(family) <= set(FAMILY_SPREAD) else own | set(SPREAD)
-    return tuple(w for w in edges if w.id in spread)
-
-
-def _steps(suite: str | None, shape: Shape, names: tuple[str, ...]) -> tuple[Workload, ...]:
-    """Return small steps for implementations that compute one, if nothing else was asked for."""
+    """Return the workloads asked for; by default a spread of `edge`, and small steps for the names that compute one."""
     from attnbench import registry
-    from attnbench.registry import is_reference
     from attnbench.workloads.catalogue import step_edges
 
-    if suite is not None or shape != Shape():
-        return ()
-    asked = {registry.get(registry.asked(name)[0]).step for name in names if not is_reference(name)}
-    return tuple(workload for workload in step_edges() if workload.step in asked)
+    if suite is not None or shape != ShapeOptions():
+        return select_workloads(suite, quick, shape, Selection())[1]
+    asked = {registry.get(registry.asked(name)[0]).step for name in names if not registry.is_reference(name)}
+    steps = tuple(workload for workload in step_edges() if workload.step in asked)
+    if impl and all(map(registry.is_reference, impl)):
+        return select_workloads(None, quick, OWN_SHAPE, Selection())[1] + steps
+    own = {one for name in family for one in FAMILY_SPREAD.get(name, ())}
+    spread = own if family and set(family) <= set(FAMILY_SPREAD) else own | set(SPREAD)
+    return tuple(w for w in load_suite("edge", quick=False)[1] if w.id in spread) + steps
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
     from attnbench import registry
-    from attnbench.cli.selection import expand, loadable_names
 
     known = registry.names()
     names = [name for one in impl for name in expand(one, known)]

@@ -18,14 +18,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.files import convert, decode_json, files_in, read_content, write_texts
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
-from attnbench.reading import convert, decode_json, files_in, read_content
-from attnbench.results.run_file import slug
-from attnbench.results.times import impossible_times
+from attnbench.results.run_file import impossible_times, slug
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 
 SCHEMA = 1
@@ -79,8 +77,8 @@ def save(
 ) -> Saved:
     """Write each timed record that has no baseline yet; an empty commit or time is the record's own or now.
 
-    `sources`: file or module of the functions that were given by reference, by their names. With `replace`, baselines
-    that are there are replaced.
+    `sources`: file or module of the functions that were given by reference, by their names. With `replace`, existing
+    baselines are replaced.
     """
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
@@ -93,21 +91,24 @@ def save(
             continue
         made = msgspec.structs.replace(made, source=(sources or {}).get(record.implementation, ""))
         known = _existing(folder, made.environment, record.cell)
-        path = known or _path(folder, made.environment, record.cell)
         if known is not None and not replace:
-            there = read_baseline(path)
-            reason = (
-                f"has a baseline of {there.commit or there.created} already: `attnbench baseline update` replaces it"
-            )
-            skipped.append((record.cell.id, reason))
+            existing = read_baseline(known)
+            when = existing.commit or existing.created
+            why = f"already has a baseline ({when}): `attnbench baseline update` replaces it"
+            skipped.append((record.cell.id, why))
             continue
-        _write(path, made)
+        path = known or _path(folder, made.environment, record.cell)
+        try:  # indented, so that a change can be reviewed
+            write_texts({path: msgspec.json.format(msgspec.json.encode(made), indent=1).decode() + "\n"})
+        except OSError as error:
+            why = error.strerror or error
+            raise UsageError(f"cannot write {path}: {why}. Choose another folder with --dir.") from error
         written.append(made)
     return Saved(tuple(written), tuple(skipped))
 
 
 update = partial(save, replace=True)
-"""Write each timed record as `save` does, and replace the baselines that are there."""
+"""Write each timed record as `save` does, and replace existing baselines."""
 
 
 def find(
@@ -126,15 +127,15 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
     """Return a sentence about a missing baseline, with the commands that make one."""
     cell = f"{implementation}/{workload.id}"
     others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
-    make = f"`attnbench run --impl {implementation}` with this shape and `attnbench baseline save latest` make one"
+    make = f"make one with `attnbench run --impl {implementation}` at this shape, then `attnbench baseline save latest`"
     if not others:
-        return f"there is no baseline of {cell} in {folder}: {make}."
+        return f"there is no baseline for {cell} in {folder}: {make}."
     here, there = environment.hard_key, others[-1].environment.hard_key
     differing = [name for name in here if here[name] != there[name]]
     if differing == ["harness"]:
         old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
-        return f"the baseline of {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
-    return f"the baseline of {cell} in {folder} is of another machine ({', '.join(differing)} differ): here {make}."
+        return f"the baseline for {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
+    return f"the baseline for {cell} in {folder} comes from another machine ({', '.join(differing)} differ): {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
@@ -144,8 +145,8 @@ def list_baselines(folder: Path) -> list[Baseline]:
 
 def holds_baselines(folder: Path) -> bool:
     """Return whether a folder was written by `save`, by any version; other JSON files in it do not count."""
-    found = [*folder.glob("*/*.json"), *folder.glob("*.json")]
-    return any(path.is_file() and _looks_like_baseline(path) for path in found)
+    paths = [*folder.glob("*/*.json"), *folder.glob("*.json")]
+    return any(path.is_file() and _looks_like_baseline(path) for path in paths)
 
 
 def _looks_like_baseline(path: Path) -> bool:
@@ -171,8 +172,7 @@ def read_baseline(path: Path) -> Baseline:
         baseline = convert(content, Baseline)
     except (msgspec.ValidationError, UsageError) as error:
         raise BrokenFile(path, None, f"not a baseline: {error}.") from error
-    problem = next(filter(None, (impossible_times(one, trimmed=True) for one in baseline.records)), "")
-    if problem:
+    if problem := next(filter(None, (impossible_times(one, trimmed=True) for one in baseline.records)), ""):
         raise BrokenFile(path, None, f"{problem}: make it again with `attnbench baseline update RUN`.")
     return baseline
 
@@ -194,13 +194,13 @@ def _source_parts(where: str) -> tuple[str, ...]:
 
 
 def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
-    """Return what would be written, or why nothing can be."""
+    """Return the baseline of a record, or the reason why it cannot have one."""
     if not isinstance(record, Ok):
         return f"{record.status.replace('_', ' ')}: {record.reason}"
     if record.time is None:
-        return "verified, not timed"
+        return "verified but not timed"
     if record.environment is None:
-        return "its environment is not known"
+        return "its environment is unknown"
     anchors = anchors_beside(record, records)
     if {one.implementation for one in anchors} != set(ANCHORS):
         lacks = lacks_anchors(record, records, "no anchors")
@@ -230,28 +230,16 @@ def _one_per_round(time: Time) -> Time:
 
 
 def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
-    """Return baselines/<machine>-<fingerprint>/<cell>-<digits>.json; digits tell cells apart whose names read alike."""
+    """Return baselines/<machine>-<fingerprint>/<cell>-<digits>.json; digits distinguish cells with similar names."""
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
     return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
 
 
 def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
-    """Return the file of a baseline; older versions made the fingerprint in a folder's name of fewer facts."""
+    """Return the file of a baseline; older versions computed the fingerprint in a folder's name from fewer facts."""
     path = _path(folder, environment, cell)
     if path.is_file():
         return path
     elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
     return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
-
-
-def _write(path: Path, baseline: Baseline) -> None:
-    """Write the whole file or nothing, indented so that a change can be reviewed."""
-    text = msgspec.json.format(msgspec.json.encode(baseline), indent=1) + b"\n"
-    try:
-        with draft_of(path) as draft:
-            draft.write_bytes(text)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}. Choose another folder with --dir."
-        ) from error

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
+from attnbench.comparing.history import commit_text
 from attnbench.comparison import Comparison
 from attnbench.spec import Workload
 
-SHORT = 12
 
-
-class Found(Struct, frozen=True, kw_only=True):
+class BisectResult(Struct, frozen=True, kw_only=True):
     """The result of a search."""
 
     first: str | None
@@ -23,51 +22,49 @@ class Found(Struct, frozen=True, kw_only=True):
     """Commit -> whether it was slow; None if that could not be judged."""
 
 
-def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | None]) -> Found:
-    """Search commits, oldest first, of which the last is known to be slow; what lies before them was not.
+def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | None]) -> BisectResult:
+    """Search commits, oldest first; the last is known to be slow, and the one before the first is known to be fast.
 
     Commits that cannot be judged are skipped, as git bisect does.
     """
     if not commits:
-        raise ValueError("there is no commit to search")
+        raise ValueError("there are no commits to search")
     fast, slow = -1, len(commits) - 1
     tried: dict[str, bool | None] = {}
-    while open_ := [place for place in range(fast + 1, slow) if commits[place] not in tried]:
-        middle = min(open_, key=lambda place: abs(2 * place - fast - slow))
+    while untried := [place for place in range(fast + 1, slow) if commits[place] not in tried]:
+        middle = min(untried, key=lambda place: abs(2 * place - fast - slow))
         verdict = tried[commits[middle]] = is_slower(commits[middle])
         if verdict is True:
             slow = middle
         elif verdict is False:
             fast = middle
     suspects = tuple(commits[fast + 1 : slow + 1])
-    return Found(first=suspects[0] if len(suspects) == 1 else None, suspects=suspects, tried=tried)
+    return BisectResult(first=suspects[0] if len(suspects) == 1 else None, suspects=suspects, tried=tried)
 
 
-def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, found: Comparison) -> str:
-    """Return why there is nothing to search."""
-    case = f"{implementation} on {workload.id}"
-    if found.verdict is None:
-        return f"{case} could not be compared between {good} and {bad}: {found.reason}"
-    if found.verdict == "inconclusive":
-        return f"Inconclusive whether {case} is slower in {bad} than in {good}{_figures(found)}: try a quieter machine."
-    return f"{case} is not slower in {bad} than in {good}: {found.verdict}{_figures(found)}. Nothing was searched."
+def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, comparison: Comparison) -> str:
+    """Return why no commit is searched for: b was not found to be slower."""
+    case, figures = f"{implementation} on {workload.id}", _figures(comparison)
+    if comparison.verdict is None:
+        return f"{case} could not be compared between {good} and {bad}: {comparison.reason}"
+    if comparison.verdict == "inconclusive":
+        return (
+            f"Inconclusive whether {case} is slower in {bad} than in {good}{figures}: try again on a quieter machine."
+        )
+    return f"{case} is not slower in {bad} than in {good}: {comparison.verdict}{figures}. Nothing was searched."
 
 
 def closing(
-    found: Found, subjects: Mapping[str, str], implementation: str, workload: Workload, whole: Comparison
+    result: BisectResult, subjects: Mapping[str, str], implementation: str, workload: Workload, whole: Comparison
 ) -> str:
     """Return the first slow commit, or its candidates, as a sentence."""
     case = f"{implementation} on {workload.id} is slower{_figures(whole)}"
-    effort = f"{len(found.tried)} of {len(subjects)} commits were compared"
-    if found.first is not None:
-        return f"{case} since {_commit(found.first, subjects)}; {effort}."
-    unknown = sum(answer is None for answer in found.tried.values())
-    listed = ", ".join(_commit(commit, subjects) for commit in found.suspects)
-    return f"{case} since one of {len(found.suspects)} commits: {listed}; {effort}, {unknown} could not be judged."
-
-
-def _commit(commit: str, subjects: Mapping[str, str]) -> str:
-    return f'{commit[:SHORT]} "{subjects[commit]}"'
+    effort = f"{len(result.tried)} of {len(subjects)} commits were compared"
+    if result.first is not None:
+        return f"{case} since {commit_text(result.first, subjects[result.first])}; {effort}."
+    unknown = sum(answer is None for answer in result.tried.values())
+    listed = ", ".join(commit_text(commit, subjects[commit]) for commit in result.suspects)
+    return f"{case} since one of {len(result.suspects)} commits: {listed}; {effort}, {unknown} could not be judged."
 
 
 def _figures(comparison: Comparison) -> str:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import msgspec
 
-from attnbench.comparing.gate_markdown import markdown
-from attnbench.comparing.gate_text import control_text, figures, ordered, remark, verdict, word
+from attnbench.comparing.gate_text import control_text, figures, markdown, ordered, remark, verdict, word
 from attnbench.comparing.text import sentence
 from attnbench.comparison import FAILING, OPEN, Case, Control, GateReport
-from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
+from attnbench.files import write_texts
 from attnbench.printable import printable, shortened
 from attnbench.results.records import label
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 FILES = ("gate.json", "gate.md", "gate.xml")
 MOST_ANNOTATIONS = 10
-"""Annotations of one kind that GitHub shows per step; it hides the others without a word."""
+"""Annotations of one kind that GitHub shows per step; it silently drops the rest."""
 MOST_TEXT = 4000
 """Characters of one annotation that GitHub shows."""
 KINDS = {**dict.fromkeys(FAILING, "error"), **dict.fromkeys(OPEN, "warning"), "improved": "notice"}
@@ -39,7 +38,7 @@ def remove_files(folder: Path) -> None:
         try:
             (folder / name).unlink(missing_ok=True)
         except (NotADirectoryError, IsADirectoryError):
-            continue  # writing will say so
+            continue  # reported when the files are written
         except OSError as error:
             raise UsageError(f"cannot remove {folder / name}: {error.strerror or error}.") from error
 
@@ -62,7 +61,7 @@ def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.e
 
 
 def write_files(report: GateReport, folder: Path) -> str:
-    """Write the three files, all of them or none; returns the Markdown."""
+    """Write all three files or none, and return the Markdown."""
     page = markdown(report)
     texts = (msgspec.json.format(msgspec.json.encode(report), indent=2).decode(), page, junit(report))
     try:
@@ -75,12 +74,18 @@ def write_files(report: GateReport, folder: Path) -> str:
 def workflow_commands(report: GateReport) -> list[str]:
     """Return the annotations of a gate: errors, warnings for open cases and notices for improvements.
 
-    They are GitHub workflow commands, lines in the log. If there are too many, the last one says how many more there
-    are.
+    They are GitHub workflow commands, lines in the log. If there are too many, the last one gives the number of the
+    rest.
     """
     found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
-    for kind, title, message in _annotations(report):
-        found[kind].append(command(kind, title, message))
+    warnings = list(report.warnings)
+    if report.outcome == "nothing" or (report.outcome == "untrusted" and not warnings):
+        warnings.insert(0, verdict(report))
+    found["warning"] += [command("warning", "attnbench gate", warning) for warning in warnings]
+    for case in ordered(report.cases):
+        if kind := KINDS.get(case.status):
+            message = ". ".join(filter(None, (case.workload.title, figures(case), remark(case))))
+            found[kind].append(command(kind, f"{case.implementation}: {word(case)}", message))
     return [
         line for kind, lines in found.items() for line in _capped(kind, lines, "gate", "the job summary or gate.json")
     ]
@@ -98,30 +103,14 @@ def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
             kind = "error" if isinstance(record, Incorrect) else "warning"
             event = (label(record), record.status.replace("_", " "), record.reason)
             found[kind].setdefault(event, []).append(record.workload.title)
-    return [
-        line
-        for kind, events in found.items()
-        for line in _capped(
-            kind, [_event(kind, *event, shapes, place) for event, shapes in events.items()], "report", "the report"
-        )
-    ]
-
-
-def _event(kind: str, name: str, status: str, reason: str, shapes: Sequence[str], place: str) -> str:
-    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-    prefix = f"{place}: " if place else ""
-    return command(kind, f"{name}: {status}", f"{prefix}{shapes[0]}{more}. {reason}")
-
-
-def _annotations(report: GateReport) -> Iterator[tuple[str, str, str]]:
-    if report.outcome == "nothing" or (report.outcome == "untrusted" and not report.warnings):
-        yield "warning", "attnbench gate", verdict(report)
-    for warning in report.warnings:
-        yield "warning", "attnbench gate", warning
-    for case in ordered(report.cases):
-        if case.status in KINDS:
-            parts = (case.workload.title, figures(case), remark(case))
-            yield KINDS[case.status], f"{case.implementation}: {word(case)}", ". ".join(filter(None, parts))
+    prefix, commands = f"{place}: " if place else "", []
+    for kind, events in found.items():
+        lines = []
+        for (name, status, reason), shapes in events.items():
+            more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+            lines.append(command(kind, f"{name}: {status}", f"{prefix}{shapes[0]}{more}. {reason}"))
+        commands += _capped(kind, lines, "report", "the report")
+    return commands
 
 
 def _capped(kind: str, lines: list[str], what: str, source: str) -> list[str]:
@@ -145,10 +134,12 @@ def _escaped(text: str) -> str:
 def junit(report: GateReport) -> str:
     """Return JUnit XML: bad cases are failures, a failed A/A control is an error, and open cases are skipped with a
     reason."""
-    suites = [
-        _suite("attnbench.gate", [_case(case) for case in report.cases]),
-        _suite("attnbench.controls", _controls(report)),
-    ]
+    controls = [_control(control) for control in report.controls]
+    if report.outcome == "untrusted" and not any(control.find("error") is not None for control in controls):
+        missing = _testcase("control", "a/a", 0.0)
+        _add(missing, "error", "untrusted: no control could be timed", "untrusted")
+        controls.append(missing)
+    suites = [_suite("attnbench.gate", list(map(_case, report.cases))), _suite("attnbench.controls", controls)]
     totals = {name: str(sum(int(suite.attrib[name]) for suite in suites)) for name in ("tests", *COUNTS)}
     root = ET.Element("testsuites", {"name": "attnbench", **totals, "time": _seconds(report.elapsed_s)})
     root.extend(suites)
@@ -177,25 +168,11 @@ def _case(case: Case) -> ET.Element:
     return element
 
 
-def _controls(report: GateReport) -> list[ET.Element]:
-    found = [_control(control) for control in report.controls]
-    if report.outcome == "untrusted" and not any(one.find("error") is not None for one in found):
-        missing = _testcase("control", "a/a", 0.0)
-        _add(missing, "error", "untrusted: no control could be timed", "untrusted")
-        found.append(missing)
-    return found
-
-
 def _control(control: Control) -> ET.Element:
     element = _testcase("control", control.name, control.comparison.elapsed_s)
-    if control.passed:
-        return element
-    if control.name == "a/a" and control.silent:
-        _add(element, "skipped", f"inconclusive: {control_text(control)}", "inconclusive")
-    elif control.name == "a/a":
-        _add(element, "error", f"untrusted: {control_text(control)}", "untrusted")
-    else:
-        _add(element, "skipped", f"underpowered: {control_text(control)}", "underpowered")
+    if not control.passed:
+        kind = "underpowered" if control.name != "a/a" else "inconclusive" if control.silent else "untrusted"
+        _add(element, "error" if kind == "untrusted" else "skipped", f"{kind}: {control_text(control)}", kind)
     return element
 
 
@@ -204,8 +181,7 @@ def _testcase(classname: str, name: str, seconds: float) -> ET.Element:
 
 
 def _add(element: ET.Element, tag: str, message: str, kind: str) -> None:
-    found = ET.SubElement(element, tag, message=_legal(message), type=kind)
-    found.text = _legal(message)
+    ET.SubElement(element, tag, message=_legal(message), type=kind).text = _legal(message)
 
 
 def _legal(text: str) -> str:

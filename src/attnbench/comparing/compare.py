@@ -13,7 +13,7 @@ import msgspec
 
 from attnbench import config, registry
 from attnbench.comparing.experiment import Experiment, Terms, Watch
-from attnbench.comparing.refs import WORKING_TREE, Ref, checkout, ignored_code, same_code
+from attnbench.comparing.refs import MOST_NAMED, WORKING_TREE, Ref, checkout, ignored_code, named, same_code
 from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
@@ -26,21 +26,15 @@ from attnbench.spec import Implementation, Workload
 
 Subject = str | Callable[..., Any] | Implementation
 HARNESS = (
-    "comparing",
-    "verifying",
-    "run",
-    "measuring",
-    "frameworks",
-    "masks",
-    "workloads",
-    "comparison.py",
-    "reference.py",
-    "registry.py",
-    "spec.py",
-)
+    "comparing", "verifying", "run", "measuring", "frameworks", "masks", "workloads",
+    "comparison.py", "reference.py", "registry.py", "spec.py",
+)  # fmt: skip
 """Parts of attnbench that draw inputs, run, time and check."""
 HARNESS_MARK = "attnbench/run/worker.py"
-IN_PROCESS = "in the calling process: one of the two cannot be sent to another, so launches share one memory layout"
+IN_PROCESS = (
+    "measured in the calling process, since one of the two cannot be sent to another process: all launches share one "
+    "memory layout"
+)
 
 
 def compare(
@@ -63,16 +57,17 @@ def compare(
     """
     check(workload, budget_s)
     if not 0 <= floor < 1:
-        raise UsageError(f"floor is a share such as 0.03, not {floor!r}.")
+        raise UsageError(f"floor must be a fraction such as 0.03, not {floor!r}.")
     terms = Terms(workload=workload, budget_s=budget_s, floor=floor, confirm=True)
     device = None if device is None else str(device).partition(":")[0]
+    in_process: tuple[str, ...] = ()
     try:
-        codes = [code_of(what, framework) for what in (a, b)]
+        both = sides([code_of(what, framework) for what in (a, b)], device, threads)
     except CannotSend:
-        with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
-            return _with_notes(_in_process((a, b), framework, device, terms, watch), notes)
-    with measuring("comparison", LIBRARY_PATIENCE_S) as notes, sides(codes, device, threads) as (first, second):
-        return _with_notes(Experiment(first, second, terms, watch or _silent).run(), notes)
+        both, in_process = _local_sides((a, b), framework, device), (IN_PROCESS,)
+    with measuring("comparison", LIBRARY_PATIENCE_S) as notes, both as (first, second):
+        found = Experiment(first, second, terms, watch).run()
+    return msgspec.structs.replace(found, notes=(*found.notes, *in_process, *notes))
 
 
 def compare_refs(
@@ -90,15 +85,15 @@ def compare_refs(
 ) -> Comparison:
     """Compare one implementation as two git refs have it."""
     check(workload, budget_s)
-    if same := nothing_between(baseline, current, folder or Path.cwd()):
+    if same := same_code(baseline, current, folder or Path.cwd()):
         raise UsageError(f"{same}: name two refs that differ.")
     with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
         codes = [code_of_ref(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(codes, device, threads) as (first, second):
             terms = Terms(workload=workload, budget_s=budget_s, confirm=True)
-            found = Experiment(first, second, terms, watch or _silent).run()
+            found = Experiment(first, second, terms, watch).run()
         if doubts := [*altered_notes(old, new), *harness_notes(old, new)]:
-            # What was verified and what was timed may be two different things, or two different clocks.
+            # The verified code and the timed code may differ, or the clocks of the two refs may.
             found = msgspec.structs.replace(found, verdict=found.verdict and "inconclusive")
     dirty = [
         f'"{one.name}" is {one.commit[:9] or "no commit"} with uncommitted changes' for one in (old, new) if one.dirty
@@ -107,17 +102,12 @@ def compare_refs(
     return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
 
 
-def _with_notes(found: Comparison, notes: Sequence[str]) -> Comparison:
-    return msgspec.structs.replace(found, notes=(*found.notes, *notes))
-
-
 def altered_notes(*refs: Ref) -> list[str]:
     """Return a note for each ref whose files were changed while it was measured."""
-    changed = {ref.name: ref.altered() for ref in refs}
     return [
-        f"{', '.join(files[:3])} of {name} changed while it was measured, so no verdict holds"
-        for name, files in changed.items()
-        if files
+        f"{', '.join(files[:MOST_NAMED])} of {ref.name} changed during the measurement, so no verdict is valid"
+        for ref in refs
+        if (files := ref.altered())
     ]
 
 
@@ -133,10 +123,9 @@ def harness_notes(old: Ref, new: Ref) -> list[str]:
     changed = sorted(name for name in first | second if first.get(name) != second.get(name))
     if not changed:
         return []
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return [
-        f"{', '.join(changed[:3])}{more} of attnbench itself differ between {old.name} and {new.name}, and each is "
-        "measured by its own: the difference may be that of the clocks and checks, so no verdict holds"
+        f"attnbench's own measuring code differs between {old.name} and {new.name} ({named(changed)}), and each ref is "
+        "measured by its own copy: a difference may come from the clocks and checks, so no verdict is valid"
     ]
 
 
@@ -153,11 +142,10 @@ def refs(
     """Check out both refs and build them as `[tool.attnbench]` says; raises UsageError if a build touched the other
     ref.
 
-    `outputs` are files that the caller writes meanwhile.
+    `outputs` are files that the caller writes during the comparison.
     """
     here = folder or Path.cwd()
     settings = config.load_settings(cwd=here)
-    outputs = (*outputs, *_outputs(here))
     with ExitStack() as stack:
         made = [
             stack.enter_context(checkout(name, here, settings.build, settings.pythonpath, outputs))
@@ -167,35 +155,24 @@ def refs(
             ref.require_intact()
         built = (made[0].built_ns[0], made[1].built_ns[1])
         old, new = (
-            msgspec.structs.replace(_with_unequal(ref, other, bool(settings.build)), built_ns=built)
+            msgspec.structs.replace(_note_unequal_files(ref, other, bool(settings.build)), built_ns=built)
             for ref, other in (made, made[::-1])
         )
         yield old, new
 
 
-def nothing_between(baseline: str, current: str, here: Path, outputs: Sequence[Path] = ()) -> str:
-    """Return why two refs are one and the same code; empty if they may differ. `outputs` as in `refs`."""
-    return same_code(baseline, current, here, (*outputs, *_outputs(here)))
-
-
-def _outputs(here: Path) -> tuple[Path, Path]:
-    """Return the folders that runs and baselines are written to."""
-    settings = config.load_settings(cwd=here)
-    return here / settings.runs_dir, here / settings.baselines_dir
-
-
-def _with_unequal(ref: Ref, other: Ref, is_built: bool) -> Ref:
+def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
     """Return a working tree with the generated files, ignored by git, that no other worktree can have.
 
-    With a build command both refs were made alike, and a file that one of them lacks is a difference of the code.
+    With a build command both refs were built in the same way, so a file that only one of them has is a difference of
+    the code.
     """
     if ref.name not in WORKING_TREE or other.name in WORKING_TREE:
         return ref
     alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
     if not alone:
         return ref
-    more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-    note = f"{', '.join(alone[:3])}{more} of the working tree, which git ignores, is not in {other.name}"
+    note = f"{other.name} lacks {named(alone)}, which git ignores in the working tree"
     return msgspec.structs.replace(ref, unequal=() if is_built else alone, notes=(*ref.notes, note))
 
 
@@ -215,17 +192,16 @@ def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, frame
     )
     inner = here.relative_to(home.resolve())
     cwd = str(next(one for one in (ref.path / inner, *(ref.path / inner).parents) if one.is_dir()))
-    if ":" not in implementation:
+    facts = {"label": label, "path": path, "hidden": hidden, "commit": ref.commit, "origin": origin, "cwd": cwd}
+    if ":" not in implementation:  # looked up by the workers and not here
         name, config_of = registry.asked(implementation) if "[" in implementation else (implementation, {})
-        framework = name.partition(".")[0]
-        facts = {"path": path, "hidden": hidden, "commit": ref.commit, "origin": origin, "cwd": cwd}
-        return Code(label=label, name=name, framework=framework, config=config_of, **facts)
+        return Code(name=name, framework=name.partition(".")[0], config=config_of, **facts)
     where, _, attribute = implementation.rpartition(":")
-    is_file = where.endswith(".py")
-    reference = f"{ref.path / _in_tree(where, inner, ref, home)}:{attribute}" if is_file else implementation
+    if where.endswith(".py"):
+        implementation = f"{ref.path / _in_tree(where, inner, ref, home)}:{attribute}"
+        facts["path"] = (*path, str(ref.path))
     framework = framework or config.load_settings(cwd=home).framework or "torch"
-    within = (*path, str(ref.path)) if is_file else path
-    return code_of(reference, framework, label, within, hidden, ref.commit, origin, cwd)
+    return msgspec.structs.replace(code_of(implementation, framework), **facts)
 
 
 def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
@@ -243,8 +219,8 @@ def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
     if here.is_file() and top.is_file() and here.read_bytes() != top.read_bytes():
         up = os.path.relpath(file, inner)
         raise UsageError(
-            f"{file} may be {from_here} or {file} of {ref.name}, which differ: write ./{file} for the first or {up} "
-            "for the second."
+            f"{file} is ambiguous: {ref.name} has {from_here} and {file}, which differ. Write ./{file} for the first, "
+            f"{up} for the second."
         )
     known = [home / from_here, home / file, here]
     return file if next((one for one in known if one.is_file()), here) == home / file else from_here
@@ -260,9 +236,8 @@ def sides(codes: Sequence[Code], device: str | None, threads: int | None) -> Ite
         yield [stack.enter_context(ForkedSide(code, device, threads)) for code in codes]
 
 
-def _in_process(
-    subjects: tuple[Subject, Subject], framework: str, device: str | None, terms: Terms, watch: Watch | None
-) -> Comparison:
+@contextmanager
+def _local_sides(subjects: tuple[Subject, Subject], framework: str, device: str | None) -> Iterator[list[Side]]:
     with registry.restored():
         live: list[Side] = []
         for letter, what in zip("ab", subjects):
@@ -271,16 +246,11 @@ def _in_process(
             label, implementation.name = implementation.name, f"{implementation.name}#{letter}"
             code = Code(label=label, name=implementation.name, framework=implementation.framework)
             live.append(LocalSide(code, implementation, device))
-        outcome = Experiment(live[0], live[1], terms, watch or _silent).run()
-    return msgspec.structs.replace(outcome, notes=(*outcome.notes, IN_PROCESS))
+        yield live
 
 
 def check(workload: Workload, budget_s: float) -> None:
     """Refuse what cannot be compared before anything starts."""
     if not isinstance(workload, Workload):
-        raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
+        raise UsageError(f"workload must be an attnbench.Workload, not {type(workload).__name__}.")
     check_seconds("budget_s", budget_s)
-
-
-def _silent(launches: object, decision: object) -> None:
-    """Show no progress at all."""

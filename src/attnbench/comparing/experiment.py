@@ -31,7 +31,6 @@ CLOCKS_APART = 0.02
 """Share by which the GPU clocks of neighbouring blocks may differ; beyond it both are measured again."""
 MOST_REPEATS = 4
 Watch = Callable[[Sequence[Launch], Decision | None], None]
-Order = tuple[Literal["a", "b"], Literal["a", "b"]]
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -56,12 +55,12 @@ class Terms(Struct, frozen=True, kw_only=True):
 class Experiment:
     """One comparison of two live sides."""
 
-    def __init__(self, a: Side, b: Side, terms: Terms, watch: Watch) -> None:
-        self._sides, self._terms, self._watch = {"a": a, "b": b}, terms, watch
+    def __init__(self, a: Side, b: Side, terms: Terms, watch: Watch | None = None) -> None:
+        self._sides, self._terms, self._watch = {"a": a, "b": b}, terms, watch or (lambda launches, decision: None)
         self._workloads = {"a": terms.workload, "b": terms.other or terms.workload}
         seed = secrets.randbits(31) if terms.seed is None else terms.seed
         self._seed, self._rng = seed, random.Random(seed)
-        self._orders: list[Order] = []
+        self._orders: list[tuple[Literal["a", "b"], Literal["a", "b"]]] = []
         self._records: dict[str, Record] = {}
         self._died: dict[str, bool] = {}
         self._launches: list[Launch] = []
@@ -90,16 +89,19 @@ class Experiment:
                 if self._terms.confirm and not is_overwhelming(decision):
                     decision = self._confirm(decision, started)
             except Lost as lost:
-                return self._lost(lost, time.monotonic() - started)
+                self._records[lost.side], self._died[lost.side] = lost.record, lost.died
+                when = f" in launch {len(self._launches) + 1}" if self._launches else ""
+                reason = f"{self._sides[lost.side].code.label}: {lost.record.status}{when}: {lost.record.reason}"
+                return self._answer(None, reason, time.monotonic() - started)
             finally:
-                self._dismiss(self._kept)
+                _end(self._kept)
         return self._answer(decision, "", time.monotonic() - started)
 
     def _confirm(self, decision: Decision, started: float) -> Decision:
         """Judge again with as many launches of new processes, unless the budget ends before."""
         first, before = len(self._launches), time.monotonic()
         each = (before - started) / first
-        self._dismiss(self._kept)
+        _end(self._kept)
         self._kept = {}
         for name in ("b", "a"):
             try:
@@ -111,10 +113,6 @@ class Experiment:
             self._watch(self._launches, None)
         return after_fresh_launches(decision, self._launches, first, self._terms.floor)
 
-    def _dismiss(self, workers: dict[str, SideWorker]) -> None:
-        for worker in workers.values():
-            worker.end()
-
     def _decide(self, elapsed: float) -> Decision:
         # Opening workers counts only if every launch opens them anew.
         spent = time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
@@ -124,8 +122,10 @@ class Experiment:
         return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
 
     def _launch(self) -> Launch:
-        order = self._order()
-        workers = dict(self._kept)
+        if not self._orders:  # drawn at random, but each side is started first once in every two launches
+            self._orders = [("a", "b"), ("b", "a")]
+            self._rng.shuffle(self._orders)
+        order, workers = self._orders.pop(), dict(self._kept)
         try:
             if not workers:
                 self._open_all(order, workers)
@@ -136,40 +136,38 @@ class Experiment:
             a, b = self._rounds(workers)
         finally:
             if not self._kept:
-                self._dismiss(workers)
+                _end(workers)
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
-    def _order(self) -> Order:
-        """Return which side is started first: drawn at random, but each side once in every two launches."""
-        if not self._orders:
-            self._orders = [("a", "b"), ("b", "a")]
-            self._rng.shuffle(self._orders)
-        return self._orders.pop()
-
     def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
-        """Open both sides, even if the first is lost: whether the other one is right must be known too.
+        """Open both sides even if the first is lost, since the report also says whether the second is right.
 
         On an accelerator both open at once, since the host's work is what takes the time.
         """
-        lost = self._attempt_each(self._start_worker, order, workers, 1)
+
+        def describe(side: str) -> None:
+            self._devices[side] = workers[side].describe()
+
+        def open_cell(side: str) -> None:
+            record = workers[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
+            self._records.setdefault(side, record)
+
+        lost = self._attempt_each(lambda side: self._start_worker(side, workers), order, workers, 1)
         if not self._devices:
-            lost += self._attempt_each(self._describe, [side for side in order if side in workers], workers, 2)
-        ready = [side for side in order if side not in {one.side for one in lost}]
-        at_once = 1 if "cpu" in self._devices.values() else 2
-        lost += self._attempt_each(self._open, ready, workers, at_once)
+            lost += self._attempt_each(describe, [side for side in order if side in workers], workers, 2)
+        ready = [side for side in order if side not in {loss.side for loss in lost}]
+        lost += self._attempt_each(open_cell, ready, workers, 1 if "cpu" in self._devices.values() else 2)
         if lost:
             raise lost[0]
 
     def _attempt_each(
-        self,
-        step: Callable[[str, dict[str, SideWorker]], None],
-        order: Sequence[str],
-        workers: dict[str, SideWorker],
-        at_once: int,
+        self, step: Callable[[str], None], order: Sequence[str], workers: dict[str, SideWorker], at_once: int
     ) -> list[Lost]:
+        """Take a step for each side, and return the lost sides."""
+
         def attempt(side: str) -> Lost | None:
             try:
-                step(side, workers)
+                step(side)
             except Lost as lost:
                 self._records[side], self._died[side] = lost.record, lost.died
                 return lost
@@ -181,7 +179,7 @@ class Experiment:
         try:
             return [lost for lost in pool.map(attempt, order) if lost is not None]
         except BaseException:
-            # Whoever presses Ctrl-C does not wait for a verification: the question ends with the worker.
+            # Ctrl-C must not wait for a verification: aborting the worker ends its question.
             for worker in list(workers.values()):
                 worker.abort()
             raise
@@ -200,13 +198,6 @@ class Experiment:
         reason = f"no worker could be started: {died.reason}"
         facts = {"implementation": self._sides[side].code.name, "workload": self._workloads[side]}
         return Lost(side, Failed(reason=reason, detail=died.detail, **facts), died=True)
-
-    def _describe(self, side: str, workers: dict[str, SideWorker]) -> None:
-        self._devices[side] = workers[side].describe()
-
-    def _open(self, side: str, workers: dict[str, SideWorker]) -> None:
-        record = workers[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
-        self._records.setdefault(side, record)
 
     def _warm_up_all(self, workers: Sequence[SideWorker]) -> None:
         """Warm both up by one clock, the same in every launch: kernel times if one side is too short for events."""
@@ -233,12 +224,12 @@ class Experiment:
 
     def _pair(self, order: str, workers: dict[str, SideWorker], calls: int) -> dict[str, Block]:
         """Time two neighbouring blocks, again while the GPU's clock differs between them or is held down."""
-        pair = {side: workers[side].block(calls) for side in order}
-        for _ in range(MOST_REPEATS):
+        pair: dict[str, Block] = {}
+        for _ in range(1 + MOST_REPEATS):
+            pair = {side: workers[side].block(calls) for side in order}
             if _equal_clocks(pair["a"], pair["b"]):
                 return pair
-            pair = {side: workers[side].block(calls) for side in order}
-        self._unequal += not _equal_clocks(pair["a"], pair["b"])
+        self._unequal += 1
         return pair
 
     def _clock_notes(self) -> tuple[str, ...]:
@@ -246,12 +237,6 @@ class Experiment:
             return ()
         pairs = sum(len(launch.a) for launch in self._launches)
         return (f"the GPU's clock was unsteady or held down in {self._unequal} of {pairs} pairs, even when repeated",)
-
-    def _lost(self, lost: Lost, elapsed: float) -> Comparison:
-        self._records[lost.side], self._died[lost.side] = lost.record, lost.died
-        when = f" in launch {len(self._launches) + 1}" if self._launches else ""
-        label = self._sides[lost.side].code.label
-        return self._answer(None, f"{label}: {lost.record.status}{when}: {lost.record.reason}", elapsed)
 
     def _answer(self, decision: Decision | None, reason: str, elapsed: float) -> Comparison:
         codes = {side: live.code for side, live in self._sides.items()}
@@ -280,6 +265,11 @@ class Experiment:
         )
 
 
+def _end(workers: dict[str, SideWorker]) -> None:
+    for worker in workers.values():
+        worker.end()
+
+
 def _equal_clocks(a: Block, b: Block) -> bool:
     if a.throttled or b.throttled:
         return False
@@ -287,7 +277,7 @@ def _equal_clocks(a: Block, b: Block) -> bool:
 
 
 def _metrics(launch: Launch) -> tuple[str, ...]:
-    """Return the metrics that both sides have: one of them may run on another kind of device."""
+    """Return the metrics that both sides have, since they may run on different kinds of devices."""
     return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
 
 

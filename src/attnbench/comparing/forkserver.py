@@ -89,27 +89,29 @@ class Forkserver:
     def _reply(self, request: Request) -> Reply:
         if isinstance(request, p.Describe):
             sys.path.extend(folder for folder in request.path if folder not in sys.path)
-            reply = self._import()
-            return self._loaded(lambda: load_from_ref(request)) if isinstance(reply, p.Done) else reply
+            if not frameworks.installed(self._framework):
+                return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
+            importlib.import_module(self._framework)
+            self._state = ProcessState(frameworks.get(self._framework))
+            return self._loaded(lambda: load_from_ref(request))
         if isinstance(request, p.Load):
             return self._loaded(lambda: load_user_function(request))
         if isinstance(request, Inquire):
-            return Ended(self._code(request.pid))
+            if request.pid not in self._ended:
+                with contextlib.suppress(ChildProcessError):
+                    pid, status = os.waitpid(request.pid, os.WNOHANG)
+                    if pid:
+                        self._ended[pid] = os.waitstatus_to_exitcode(status)
+            return Ended(self._ended.get(request.pid))
         return Forked(self._start_worker(request.seed))
 
     def _loaded(self, load: Callable[[], p.Answer]) -> Reply:
         """Load user code, and return Unforkable if that has started threads."""
-        before = _threads()
+        threads = psutil.Process().num_threads  # those of C libraries included
+        before = threads()
         answer = load()
         assert isinstance(answer, p.Done | p.Refused)
-        return Unforkable() if isinstance(answer, p.Done) and _threads() > before else answer
-
-    def _import(self) -> Reply:
-        if not frameworks.installed(self._framework):
-            return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
-        importlib.import_module(self._framework)
-        self._state = ProcessState(frameworks.get(self._framework))
-        return p.Done()
+        return Unforkable() if isinstance(answer, p.Done) and threads() > before else answer
 
     def _start_worker(self, seed: int) -> int:
         _, descriptors, _, _ = socket.recv_fds(socket.socket(fileno=os.dup(self._connection.fileno())), 1, 1)
@@ -129,19 +131,6 @@ class Forkserver:
         del padding
         sys.stderr.flush()
         os._exit(code)
-
-    def _code(self, pid: int) -> int | None:
-        if pid not in self._ended:
-            with contextlib.suppress(ChildProcessError):
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    self._ended[pid] = os.waitstatus_to_exitcode(status)
-        return self._ended.get(pid)
-
-
-def _threads() -> int:
-    """Return the number of threads of this process, including those of C libraries."""
-    return psutil.Process().num_threads()
 
 
 def main() -> None:

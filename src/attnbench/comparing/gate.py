@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.comparing.compare import altered_notes, check, code_of_ref, harness_notes, nothing_between, refs
+from attnbench.comparing.compare import altered_notes, check, code_of_ref, harness_notes, refs
 from attnbench.comparing.experiment import Experiment, Terms
 from attnbench.comparing.gate_cases import OnInconclusive, case_of, confirm, geomean, grew, judge
-from attnbench.comparing.refs import Ref
-from attnbench.comparing.sides import Code, DiedLoading, ForkedSide, Side, verify_alone
-from attnbench.comparing.statistics import Decision
-from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport, Launch
+from attnbench.comparing.refs import Ref, same_code
+from attnbench.comparing.sides import DiedLoading, ForkedSide, Side, verify_alone
+from attnbench.comparing.text import ExperimentProgress
+from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport
 from attnbench.errors import UsageError
 from attnbench.run import protocol as p
 from attnbench.run.git import commits_between, merge_base
@@ -34,26 +33,16 @@ SECOND_STAGE = (16,)
 SECOND_BUDGET = 2
 """Budget of stage two, times that of stage one."""
 NO_CONTROL = (
-    "no implementation of the baseline could be timed as a control, so nothing shows that this job can be trusted"
+    "no implementation of the baseline could be timed as a control, so it is unknown whether this job can be trusted"
 )
-NO_POWER_CONTROL = "no +5 % control: the implementations cannot do its workload, so what would be found is not known"
-HARNESS_DIFFERS = "attnbench's own code that measures differs between the refs"
+NO_POWER_CONTROL = (
+    "no +5 % control: no implementation supports its workload, so it is unknown which slowdowns this job would find"
+)
+HARNESS_DIFFERS = "attnbench's own measuring code differs between the refs"
 CPU_CONTROL = Workload(batch=20, q_len=256, heads=2, head_dim=64)
 CPU_MORE_WORK = Workload(batch=21, q_len=256, heads=2, head_dim=64)
 DEVICE_CONTROL = Workload(batch=20, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
 DEVICE_MORE_WORK = Workload(batch=21, q_len=1024, heads=16, head_dim=128, dtype="bfloat16")
-
-
-class GateWatch(Protocol):
-    """A listener to the progress of a gate."""
-
-    def begin(self, title: str) -> None:
-        """Note that another comparison starts."""
-        ...
-
-    def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
-        """Note that one more launch of it is over."""
-        ...
 
 
 class GateOrder(Struct, frozen=True, kw_only=True):
@@ -72,18 +61,28 @@ class GateOrder(Struct, frozen=True, kw_only=True):
     floors: Callable[[str, str], float] = lambda implementation, workload: FLOOR
     on_inconclusive: OnInconclusive = "inconclusive"
     outputs: tuple[Path, ...] = ()
-    """Files that are written meanwhile; in a working tree they do not count as part of it."""
+    """Files that are written during the gate; they do not count as part of a working tree."""
     on_progress: Callable[[GateReport], None] = lambda report: None
     """Function that gets the report after each case, as if the gate were interrupted then, so that nothing is lost."""
 
 
-def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
+def gate_refs(order: GateOrder, watch: ExperimentProgress) -> GateReport:
     """Run the gate between two refs; raises UsageError if a ref cannot be had, or another gate is running."""
     refuse_distortion()
     for workload in order.workloads:
         check(workload, order.budget_s)
-    if same := nothing_between(order.baseline, order.current, order.folder, order.outputs):
-        return _nothing(order, same)
+    if same := same_code(order.baseline, order.current, order.folder, order.outputs):
+        report = GateReport(
+            baseline=order.baseline,
+            current=order.current,
+            suite=order.suite,
+            outcome="nothing",
+            cases=(),
+            warnings=(f"{same}: give --baseline a ref that differs",),
+            attnbench=version("attnbench"),
+        )
+        order.on_progress(report)
+        return report
     with machine_lock(), refs(order.baseline, order.current, order.folder, order.outputs) as (old, new):
         gate = _Gate(order, old, new, watch)
         try:
@@ -98,23 +97,8 @@ def gate_refs(order: GateOrder, watch: GateWatch) -> GateReport:
     return report
 
 
-def _nothing(order: GateOrder, why: str) -> GateReport:
-    """Return the report of a gate that has nothing to judge."""
-    report = GateReport(
-        baseline=order.baseline,
-        current=order.current,
-        suite=order.suite,
-        outcome="nothing",
-        cases=(),
-        warnings=(f"{why}: give --baseline a ref that differs",),
-        attnbench=version("attnbench"),
-    )
-    order.on_progress(report)
-    return report
-
-
 class _Gate:
-    def __init__(self, order: GateOrder, old: Ref, new: Ref, watch: GateWatch) -> None:
+    def __init__(self, order: GateOrder, old: Ref, new: Ref, watch: ExperimentProgress) -> None:
         self._order, self._old, self._new, self._watch = order, old, new, watch
         self._started = time.monotonic()
         self._notes: list[str] = []
@@ -125,9 +109,10 @@ class _Gate:
 
     def measure(self) -> None:
         """Measure all cases, then the controls if anything was timed; finished cases stay whatever ends the gate."""
-        for case in self.cases():
-            self.finished.append(case)
-            self._order.on_progress(self.report(interrupted=True))
+        for name in self._order.implementations:
+            for case in self._cases_of(name):
+                self.finished.append(case)
+                self._order.on_progress(self.report(interrupted=True))
         self._altered = altered_notes(self._old, self._new)
         if not _any_timed(self.finished):
             return
@@ -142,7 +127,7 @@ class _Gate:
         order, old, new, controls = self._order, self._old, self._new, self._controls_done
         cases = _with_culprit(confirm(self.finished), old, new, order.folder)
         if self._harness:
-            cases = [_undecided(case) for case in cases]
+            cases = [_as_inconclusive(case) for case in cases]
         judgement = judge(cases, controls, order.on_inconclusive)
         outcome = judgement.outcome
         notes = [*old.notes, *new.notes, *_search_hint(cases, old, new), *self._notes, *self._altered, *self._harness]
@@ -157,8 +142,8 @@ class _Gate:
             notes.append(NO_CONTROL if not controls else NO_POWER_CONTROL)
             outcome = outcome if controls or outcome == "fail" else "untrusted"
         return GateReport(
-            baseline=_named(old),
-            current=_named(new),
+            baseline=_ref_text(old),
+            current=_ref_text(new),
             suite=order.suite,
             outcome=outcome,
             cases=tuple(cases),
@@ -175,7 +160,7 @@ class _Gate:
         for name in self._order.implementations:
             try:
                 with self._sides(name, self._old, self._old) as (first, second):
-                    for work, more in (_control_workloads(first), *_own_controls(self._order.workloads[0])):
+                    for work, more in _control_workloads(first, self._order.workloads[0]):
                         terms = Terms(workload=work, budget_s=self._order.budget_s)
                         same = self._compare(first, second, terms, "control A/A")
                         if same.verdict is not None:
@@ -191,11 +176,6 @@ class _Gate:
             slower = self._compare(first, second, terms, "control +5 %")
             yield Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)
 
-    def cases(self) -> Iterator[Case]:
-        """Yield the cases, implementation by implementation."""
-        for name in self._order.implementations:
-            yield from self._cases_of(name)
-
     def _cases_of(self, name: str) -> Iterator[Case]:
         """Yield the cases of one implementation as they are finished; its two processes are started once."""
         try:
@@ -207,53 +187,52 @@ class _Gate:
                 yield from self._without_baseline(name, problem)
                 return
             for workload in self._order.workloads:
-                yield self._unloaded(name, workload, problem)
+                yield self._case_not_loaded(name, workload, problem)
 
     def _without_baseline(self, name: str, problem: _CannotLoad) -> Iterator[Case]:
         """Yield the cases of an implementation that the baseline lacks or cannot load.
 
-        The current ref's results must be right all the same. If neither ref loads, nothing is known.
+        The current ref's results must still be right. If neither ref can be loaded, the cases stay open.
         """
         try:
             with self._sides(name, self._new) as (side,):
                 for workload in self._order.workloads:
                     self._watch.begin(f"{name} {workload.id}, without a baseline")
-                    yield _alone(self._unloaded(name, workload, problem), side)
+                    yield _judge_without_baseline(self._case_not_loaded(name, workload, problem), side)
         except _CannotLoad as other:
             if not problem.is_open:
-                reason = f"{problem}; nor does the current ref's: {other} To load it, {REMEDY}."
+                reason = f"{problem}; the current ref fails too: {other} To load it, {REMEDY}."
                 problem = _CannotLoad(0, reason, True)
             for workload in self._order.workloads:
-                yield self._unloaded(name, workload, problem)
+                yield self._case_not_loaded(name, workload, problem)
 
     def _case(self, name: str, workload: Workload, first: Side, second: Side) -> Case:
+        """Return a case after one stage, or after two if the first called it slower or heavier."""
         terms = Terms(workload=workload, floor=self._order.floors(name, workload.id), budget_s=self._order.budget_s)
         title = f"{name} {workload.id}"
         try:
-            return self._stages(name, workload, first, second, terms, title)
+            stage_one = self._compare_robustly(first, second, terms, title)
+            if stage_one.verdict == "slower":
+                fresh = replace(terms, looks=SECOND_STAGE, budget_s=SECOND_BUDGET * terms.budget_s)
+                # What all workers of one process share, the layout of its libraries in memory, must not confirm itself.
+                _restart(first, second)
+                return case_of(
+                    name, workload, stage_one, self._compare_robustly(first, second, fresh, f"{title}, once more")
+                )
+            if grew(stage_one):
+                once = replace(terms, looks=(1,), launch_s=0.0)
+                again = self._compare_robustly(first, second, once, f"{title}, memory measured again")
+                return replace(case_of(name, workload, stage_one, again), second=None)
+            return case_of(name, workload, stage_one)
         except NotInRef as error:
             return Case(implementation=name, workload=workload, status="inconclusive", reason=str(error))
 
-    def _stages(self, name: str, workload: Workload, first: Side, second: Side, terms: Terms, title: str) -> Case:
-        stage_one = self._settled(first, second, terms, title)
-        if stage_one.verdict == "slower":
-            fresh = replace(terms, looks=SECOND_STAGE, budget_s=SECOND_BUDGET * terms.budget_s)
-            # What all workers of one process share, the layout of its libraries in memory, must not confirm itself.
-            _restart(first, second)
-            return case_of(name, workload, stage_one, self._settled(first, second, fresh, f"{title}, once more"))
-        if grew(stage_one):
-            once = replace(terms, looks=(1,), launch_s=0.0)
-            weighed = case_of(name, workload, stage_one, self._settled(first, second, once, f"{title}, weighed again"))
-            return replace(weighed, second=None)
-        return case_of(name, workload, stage_one)
-
-    def _settled(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
+    def _compare_robustly(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
         """Compare, and compare again in new processes if a side was lost: on a shared machine a crash, a hang or
         missing memory may be another process's doing, whichever side it hits."""
-        found = self._compare(first, second, terms, title)
-        records = (found.record_a, found.record_b)
-        if not any(isinstance(one, Failed | Timeout | OutOfMemory) for one in records):
-            return found
+        comparison = self._compare(first, second, terms, title)
+        if not any(isinstance(r, Failed | Timeout | OutOfMemory) for r in (comparison.record_a, comparison.record_b)):
+            return comparison
         _restart(first, second)
         return self._compare(first, second, terms, f"{title}, once more")
 
@@ -261,7 +240,7 @@ class _Gate:
         self._watch.begin(title)
         return Experiment(first, second, terms, self._watch).run()
 
-    def _unloaded(self, name: str, workload: Workload, problem: _CannotLoad) -> Case:
+    def _case_not_loaded(self, name: str, workload: Workload, problem: _CannotLoad) -> Case:
         """Return a case of which one side cannot be loaded, as if that side had failed."""
         failed = Failed(implementation=name, workload=workload, reason=str(problem))
         is_old = problem.place == 0
@@ -277,27 +256,25 @@ class _Gate:
         status = "inconclusive" if problem.is_open else "no_baseline" if is_old else "wrong"
         return Case(implementation=name, workload=workload, status=status, reason=str(problem), first=comparison)
 
-    def _side(self, code: Code) -> ForkedSide:
-        try:
-            return ForkedSide(code, self._order.device, self._order.threads)
-        except DiedLoading:  # once may be the machine's doing
-            return ForkedSide(code, self._order.device, self._order.threads)
-
     @contextmanager
     def _sides(self, name: str, *refs: Ref) -> Iterator[list[Side]]:
         with ExitStack() as stack:
             live: list[Side] = []
             for place, ref in enumerate(refs):
                 try:
-                    code = code_of_ref(name, ref, self._order.folder)
-                    live.append(stack.enter_context(self._side(code)))
+                    settings = (code_of_ref(name, ref, self._order.folder), self._order.device, self._order.threads)
+                    try:
+                        side = ForkedSide(*settings)
+                    except DiedLoading:  # a single loss may be the fault of the machine
+                        side = ForkedSide(*settings)
+                    live.append(stack.enter_context(side))
                 except UsageError as error:
                     is_open = isinstance(error, NotInRef) or (isinstance(error, DiedLoading) and place == 0)
                     raise _CannotLoad(place, str(error), is_open) from error
             yield live
 
 
-def _alone(case: Case, side: Side) -> Case:
+def _judge_without_baseline(case: Case, side: Side) -> Case:
     """Return a case without a baseline, judged by the results of the current ref alone."""
     assert case.first is not None
     try:
@@ -321,7 +298,7 @@ class _CannotLoad(UsageError):
         self.place, self.is_open = place, is_open
 
 
-def _undecided(case: Case) -> Case:
+def _as_inconclusive(case: Case) -> Case:
     """Return a case without a verdict by time or memory: the two sides were measured in different ways."""
     if case.status not in ("pass", "improved", "regression", "memory"):
         return case
@@ -340,29 +317,27 @@ def _any_timed(cases: Sequence[Case]) -> bool:
     return any(case.first is not None and case.first.verdict is not None for case in cases)
 
 
-def _own_controls(workload: Workload) -> list[tuple[Workload, Workload | None]]:
-    """Return controls for kernels that cannot do the usual ones: their own workload, with 5 % more sequences if
-    possible."""
-    own: list[tuple[Workload, Workload | None]] = [(workload, None)]
-    if workload.visible_mask.per_batch:
-        return own
-    least, more = (replace(workload, batch=count * -(-workload.batch // 20)) for count in (20, 21))
-    return [(least, more), *own]
+def _control_workloads(side: Side, own: Workload) -> list[tuple[Workload, Workload | None]]:
+    """Return pairs of a workload and one with 5 % more sequences; the first that the kernel supports is the control.
 
-
-def _control_workloads(side: Side) -> tuple[Workload, Workload]:
-    """Return a workload and one with 5 % more sequences, large enough for the device that the workers run on."""
+    The usual pair is large enough for the device that the workers run on. Kernels that do not support it are controlled
+    by their own workload, with 5 % more sequences if possible.
+    """
     try:
         worker = side.start_worker(0)
         answer = worker.ask(p.Describe([]), 120.0)
         worker.kill()
     except WorkerDied:
-        answer = None  # the control itself will tell
-    on_cpu = not isinstance(answer, p.Described) or answer.environment.device == "cpu"
-    return (CPU_CONTROL, CPU_MORE_WORK) if on_cpu else (DEVICE_CONTROL, DEVICE_MORE_WORK)
+        answer = None  # the control itself will report it
+    on_cpu = not isinstance(answer, p.EnvironmentAnswer) or answer.environment.device == "cpu"
+    usual = (CPU_CONTROL, CPU_MORE_WORK) if on_cpu else (DEVICE_CONTROL, DEVICE_MORE_WORK)
+    if own.visible_mask.per_batch:
+        return [usual, (own, None)]
+    least, more = (replace(own, batch=count * -(-own.batch // 20)) for count in (20, 21))
+    return [usual, (least, more), (own, None)]
 
 
-def _named(ref: Ref) -> str:
+def _ref_text(ref: Ref) -> str:
     return f"{ref.name} ({ref.commit[:9]}{', uncommitted changes' if ref.dirty else ''})" if ref.commit else ref.name
 
 
@@ -371,7 +346,7 @@ def _search_hint(cases: Sequence[Case], old: Ref, new: Ref) -> list[str]:
     if not slow or not old.commit or not new.commit or new.dirty:
         return []
     command = f"attnbench bisect {slow[0].implementation} --good {old.commit[:9]} --bad {new.commit[:9]}"
-    return [f"several commits lie between the refs: `{command}` with the shape of the case finds the one"]
+    return [f"several commits lie between the refs: `{command}` with the shape of the case finds the slow one"]
 
 
 def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Cases of a gate: how much slower each may be, what its comparisons come to, and the outcome of them all.
+"""Cases of a gate: how much slower each may be, the status of each by its comparisons, and the outcome of the gate.
 
 A noisy case may get a higher floor than the usual 1 %, never a lower one, from a TOML file that is reviewed like code:
 
@@ -11,10 +11,11 @@ A noisy case may get a higher floor than the usual 1 %, never a lower one, from 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from attnbench.comparing.statistics import CONTRADICTION
 from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, Comparison, Control, Outcome
 from attnbench.errors import BrokenFile
-from attnbench.reading import convert, line_of, lines_of, read_toml
+from attnbench.files import convert, line_of, lines_of, read_toml
 from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
@@ -31,12 +32,23 @@ Floors = Callable[[str, str], float]
 """Function of (implementation, workload id): share that a case must be slower by before it counts."""
 LEAST_BYTES = 64 * 1024
 """Least growth of a peak in bytes; allocators round, so that fewer bytes do not count as growth."""
-TOO_WIDE = "the stored times vary too much to tell anything: measure both again with more --budget, or compare refs"
+TOO_WIDE = "the stored times vary too much for a verdict: measure both again with a larger --budget, or compare refs"
 OnInconclusive = Literal["inconclusive", "pass", "fail"]
 """Outcome of a job in which cases are inconclusive and nothing fails."""
+CONTROL_FAILED = {
+    "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be trusted; run it again",
+    "+5 %": "underpowered: the +5 % control was not detected ({}), so passes may hide slowdowns of that size",
+}
 SILENT_CONTROLS = (
-    "no control gave an answer, so nothing shows what would have been found: raise --budget, or quieten the machine"
+    "all controls were inconclusive, so it is unknown which slowdowns would be found: raise --budget, or use a quieter "
+    "machine"
 )
+UNMEASURED: dict[CaseStatus, str] = {
+    "missing": "of the baseline missing in the current run",
+    "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
+    "not_measured": "not measured",
+}
+"""Words of the warning that counts the cases of a status."""
 
 
 class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,9 +61,9 @@ class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.floor < FLOOR:
-            raise ValueError(f"floor = {self.floor:g} is below {FLOOR:g}: floors go only upward")
+            raise ValueError(f"floor = {self.floor:g} is below {FLOOR:g}: a floor can only be raised")
         if not self.floor < 1:
-            raise ValueError(f"floor = {self.floor:g} is not a share: write 0.03 for 3 %")
+            raise ValueError(f"floor = {self.floor:g} is not below 1: write 0.03 for 3 %")
         if not self.reason.strip():
             raise ValueError("reason is empty: say why this case needs a higher floor")
 
@@ -63,11 +75,9 @@ class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
 def load_thresholds(path: Path | str | None) -> Floors:
     """Return the floor of each case: the highest of the entries that cover it, else the usual one."""
     entries = [] if path is None else read_thresholds(Path(path))
-
-    def floor(implementation: str, workload: str) -> float:
-        return max([FLOOR, *(entry.floor for entry in entries if entry.covers(implementation, workload))])
-
-    return floor
+    return lambda implementation, workload: max(
+        [FLOOR, *(entry.floor for entry in entries if entry.covers(implementation, workload))]
+    )
 
 
 def read_thresholds(path: Path) -> list[Threshold]:
@@ -80,31 +90,31 @@ def read_thresholds(path: Path) -> list[Threshold]:
     if not isinstance(cases, list):
         raise BrokenFile(path, line_of(text, "case"), "write [[case]] with two brackets.")
     headers = list(lines_of(text, "case")) or [0]
-    return [_entry(path, text, headers[min(place, len(headers) - 1)], case) for place, case in enumerate(cases)]
-
-
-def _entry(path: Path, text: str, header: int, case: Any) -> Threshold:
-    try:
-        return convert(case, Threshold)
-    except msgspec.ValidationError as error:
-        keys = case if isinstance(case, dict) else ()
-        named = min((key for key in keys if key in str(error)), key=str(error).index, default="")
-        line = line_of(text, named, after=header) if named else None
-        raise BrokenFile(path, line or header, f"{str(error).partition(' - at')[0]}.") from error
+    entries: list[Threshold] = []
+    for place, case in enumerate(cases):
+        try:
+            entries.append(convert(case, Threshold))
+        except msgspec.ValidationError as error:
+            header, keys = headers[min(place, len(headers) - 1)], case if isinstance(case, dict) else ()
+            named = min((key for key in keys if key in str(error)), key=str(error).index, default="")
+            line = line_of(text, named, after=header) if named else None
+            raise BrokenFile(path, line or header, f"{str(error).partition(' - at')[0]}.") from error
+    return entries
 
 
 def case_of(
     implementation: str, workload: Workload, first: Comparison | None, second: Comparison | None = None
 ) -> Case:
-    """Return what both stages of a case come to: numbers first, then memory, then time.
+    """Return a case with its status by both stages: numbers decide first, then memory, then time.
 
     `confirm` corrects regressions for the number of cases afterwards.
     """
     stages = [stage for stage in (first, second) if stage is not None]
     status, reason = _by_numbers(stages) or _by_time(first, second)
-    if status not in ("wrong", "regression") and stages and all(grew(stage) for stage in stages):
-        a, b = _peaks(stages[-1])
-        status, reason = "memory", f"peak memory grew from {a:,} to {b:,} bytes" + (f"; {reason}" if reason else "")
+    peaks = _peaks(stages[-1]) if stages else (None, None)
+    if status not in ("wrong", "regression") and stages and all(map(grew, stages)):
+        reason = "peak memory grew from {:,} to {:,} bytes".format(*peaks) + (f"; {reason}" if reason else "")
+        status = "memory"
     return Case(
         implementation=implementation,
         workload=workload,
@@ -112,37 +122,31 @@ def case_of(
         reason=reason,
         first=first,
         second=second,
-        memory=_peaks(stages[-1]) if stages else (None, None),
+        memory=peaks,
     )
-
-
-def is_heavier(case: Case) -> bool:
-    """Return whether every stage of a case found a higher peak."""
-    stages = [stage for stage in (case.first, case.second) if stage is not None]
-    return bool(stages) and all(grew(stage) for stage in stages)
 
 
 def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
     """Return the status if one of the sides lacks right results; None if times may decide."""
     for stage in stages:
         if isinstance(stage.record_b, Incorrect):
-            return "wrong", _why(stage.record_b)  # whatever the baseline is: wrong, lost, or one that refuses the case
+            return "wrong", _reason_text(stage.record_b)  # even if the baseline is wrong, was lost or refuses the case
         if isinstance(stage.record_a, Ok) and stage.record_b is not None and not isinstance(stage.record_b, Ok):
-            return "wrong", _why(stage.record_b)
+            return "wrong", _reason_text(stage.record_b)
     a, b = (stages[0].record_a, stages[0].record_b) if stages else (None, None)
     if a is None or isinstance(a, Ok):
         return None
     if isinstance(a, Failed | Timeout | OutOfMemory):
-        # Nobody refused: the baseline was lost, and with it what the current one should be compared with.
+        # The baseline did not refuse the case: it was lost, so there is nothing to compare the current result with.
         if b is not None and (b.status, b.reason) == (a.status, a.reason) and not stages[0].died:
-            return "not_measured", f"neither gives an answer: {_why(a)}"
-        return "inconclusive", f"the baseline was lost: {_why(a)}"
+            return "not_measured", f"neither side gave a result: {_reason_text(a)}"
+        return "inconclusive", f"the baseline was lost: {_reason_text(a)}"
     if isinstance(b, Ok):
-        return "no_baseline", f"the baseline: {_why(a)}"
-    return "not_measured", _why(a)
+        return "no_baseline", f"the baseline: {_reason_text(a)}"
+    return "not_measured", _reason_text(a)
 
 
-def _why(record: Record) -> str:
+def _reason_text(record: Record) -> str:
     return f"{record.status.replace('_', ' ')}: {record.reason}"
 
 
@@ -152,11 +156,11 @@ def _by_time(first: Comparison | None, second: Comparison | None) -> tuple[CaseS
     if first.verdict != "slower":
         statuses: dict[str, CaseStatus] = {"faster": "improved", "same": "pass", "inconclusive": "inconclusive"}
         return statuses[first.verdict], _open_reason(first)
-    once = f"slower once ({_how_much(first)})"
+    once = f"slower once ({_ratio_text(first)})"
     if second is None or second.verdict is None:
         return "inconclusive", f"{once}, not measured on fresh launches"
     if second.verdict == "slower":
-        return "regression", f"slower twice ({_how_much(first)}, then {_how_much(second)} on fresh launches)"
+        return "regression", f"slower twice ({_ratio_text(first)}, then {_ratio_text(second)} on fresh launches)"
     if second.verdict == "inconclusive":
         return "inconclusive", f"{once}, inconclusive on fresh launches"
     return "pass", f"{once}, not confirmed on fresh launches"
@@ -166,21 +170,16 @@ def _open_reason(comparison: Comparison) -> str:
     seen = comparison.smallest_slowdown
     if comparison.verdict != "inconclusive" or seen is None:
         return comparison.reason
-    count = len(comparison.launches)
     if contradiction := next((note for note in comparison.notes if note.startswith(CONTRADICTION)), ""):
         ratios = ", ".join(f"{one.metric} {one.ratio:.3f}" for one in comparison.estimates.values())
         return f"{contradiction} ({ratios})"
-    parts = [f"after {count} launch{'' if count == 1 else 'es'}"] if count else []
-    if comparison.reason:
-        parts.append(comparison.reason)
-    elif seen <= 1:
-        parts.append(f"could have seen {seen:.1%}")
-    else:
-        parts.append("too few to tell anything, raise --budget" if count else TOO_WIDE)
-    return ": ".join(parts)
+    count = len(comparison.launches)
+    too_wide = "too few for a verdict, raise --budget" if count else TOO_WIDE
+    why = comparison.reason or (f"could have seen {seen:.1%}" if seen <= 1 else too_wide)
+    return f"after {count} launch{'' if count == 1 else 'es'}: {why}" if count else why
 
 
-def _how_much(comparison: Comparison) -> str:
+def _ratio_text(comparison: Comparison) -> str:
     """Return the ratio that made it slower, with its metric if that is not the published one."""
     worst = min(comparison.estimates.values(), key=lambda one: one.p_slower, default=None)
     if worst is None or worst.ratio == comparison.ratio:
@@ -189,11 +188,8 @@ def _how_much(comparison: Comparison) -> str:
 
 
 def _peaks(comparison: Comparison) -> tuple[int | None, int | None]:
-    a, b = (
-        record.memory.peak_bytes if isinstance(record, Ok) else None
-        for record in (comparison.record_a, comparison.record_b)
-    )
-    return a, b
+    a, b = comparison.record_a, comparison.record_b
+    return a.memory.peak_bytes if isinstance(a, Ok) else None, b.memory.peak_bytes if isinstance(b, Ok) else None
 
 
 def grew(comparison: Comparison) -> bool:
@@ -233,12 +229,12 @@ def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case
     """Return the cases with adjusted p-values at those places; a regression that may be chance becomes inconclusive."""
     judged = list(cases)
     for place, p in zip(p_values, holm(list(p_values.values()))):
-        case = replace(judged[place], p_holm=p)
+        case = judged[place] = replace(judged[place], p_holm=p)
         if case.status == "regression" and p > ALPHA:
-            doubt = f"may be chance over {_cases(len(p_values))} (p {p:.2g} after Holm)"
-            status = "memory" if is_heavier(case) else "inconclusive"
-            case = replace(case, status=status, reason=f"{case.reason}, but {doubt}")
-        judged[place] = case
+            stages = [stage for stage in (case.first, case.second) if stage is not None]
+            status = "memory" if stages and all(map(grew, stages)) else "inconclusive"
+            doubt = f"may be due to chance among {_count_text(len(p_values))} (p {p:.2g} after Holm)"
+            judged[place] = replace(case, status=status, reason=f"{case.reason}, but {doubt}")
     return judged
 
 
@@ -259,9 +255,11 @@ def judge(
         outcome = "nothing"
     elif still_open or (controls and all(control.silent for control in controls)):
         outcome = on_inconclusive
-    warnings = [*_control_warnings(controls), *_case_warnings(cases)]
+    counts = Counter(case.status for case in cases)
+    warnings = _control_warnings(controls)
+    warnings += [f"{_count_text(counts[status])} {what}" for status, what in UNMEASURED.items() if counts[status]]
     if still_open and on_inconclusive == "pass":
-        warnings.append(f"{_cases(still_open)} inconclusive, counted as passed because that was asked for")
+        warnings.append(f"{_count_text(still_open)} inconclusive, counted as passed because that was asked for")
     return Judgement(outcome=outcome, warnings=tuple(warnings))
 
 
@@ -280,28 +278,14 @@ def geomean(cases: Sequence[Case]) -> tuple[float, float, float] | None:
 
 
 def _control_warnings(controls: Sequence[Control]) -> list[str]:
-    messages = {
-        "a/a": "untrusted: the A/A control failed ({}), so no verdict of this job can be trusted; run it again",
-        "+5 %": "underpowered: the +5 % control was not found ({}), so passes may hide slowdowns of that size",
-    }
     if controls and all(control.silent for control in controls):
         return [SILENT_CONTROLS]
     return [
-        messages[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
+        CONTROL_FAILED[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
         for control in controls
         if not control.passed and not (control.silent and control.name == "a/a")
     ]
 
 
-def _case_warnings(cases: Sequence[Case]) -> list[str]:
-    messages = {
-        "missing": "of the baseline missing in the current run",
-        "no_baseline": "without a baseline: new since then, or never saved (`attnbench baseline save RUN`)",
-        "not_measured": "not measured",
-    }
-    counts = {status: sum(case.status == status for case in cases) for status in messages}
-    return [f"{_cases(count)} {messages[status]}" for status, count in counts.items() if count]
-
-
-def _cases(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count} case{'' if count == 1 else 's'}"

@@ -1,9 +1,15 @@
-"""A gate's report for the terminal, and the words that its other forms (Markdown, annotations, JUnit) share."""
+"""A gate's report for the terminal and as Markdown, with the words that annotations and JUnit share.
+
+Names and reasons come from other people's code, so all text in the Markdown, which is shown on a job's page or in a
+comment on a pull request, is escaped: pipes do not break the table, HTML is inert and nobody is mentioned.
+"""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +19,8 @@ from attnbench.comparing.text import effort, grounds_of, ratio_and_interval
 from attnbench.comparison import ALPHA, EXIT_CODES, FAILING, Case, CaseStatus, Control, GateReport
 from attnbench.printable import shortened
 from attnbench.report import units
+from attnbench.report.environment import environment_line
+from attnbench.spec import Environment
 
 ORDER: tuple[CaseStatus, ...] = (
     "regression", "wrong", "memory", "missing", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
@@ -30,12 +38,23 @@ COUNTED = {
     "not_measured": ("not measured", "not measured"),
     "improved": ("improved", "improved"),
 }
+"""Words for one case and for several of a status, the worst status first."""
+MARKER = "<!-- attnbench-gate -->"
+"""First line of a comment, by which a later job finds and updates it instead of adding another."""
+LIMIT = 65_000
+"""Characters of the longest page; GitHub refuses a comment of more than 65,536."""
+LONGEST = 300
+"""Characters of the longest cell; the whole text is in gate.json."""
+MOST_WARNINGS = 10
+SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "untrusted": "⚠️", "nothing": "⚠️", "interrupted": "⚠️"}
+HEADING = (
+    "| | implementation | workload | time or memory, current / baseline | remark |\n| --- | --- | --- | --- | --- |"
+)
 
 
 def print_gate(console: Console, report: GateReport) -> None:
     """Print the controls, a line per case with the worst first, what was not measured, then the outcome."""
-    head = f"attnbench gate · {report.baseline} -> {report.current} · suite {report.suite}"
-    _say(console, head)
+    _say(console, f"attnbench gate · {report.baseline} -> {report.current} · suite {report.suite}")
     if report.controls:
         _say(console, f"  controls: {'   '.join(control_text(control) for control in report.controls)}")
     measured = [case for case in report.cases if case.status != "not_measured"]
@@ -110,7 +129,14 @@ def figures(case: Case) -> str:
 
 def remark(case: Case) -> str:
     """Return everything else that a reader should know about a case, on one line."""
-    parts = [one_line(case.reason) or _usual_reason(case)]
+    usual = ""
+    if case.status == "regression" and case.second is not None:
+        usual = "confirmed on fresh launches"
+    elif case.status == "pass" and case.first is not None and case.first.verdict == "slower":
+        usual = "slower once, not confirmed on fresh launches"
+    elif case.status == "inconclusive" and case.comparison is not None:
+        usual = f"after {effort(case.comparison)}"
+    parts = [one_line(case.reason) or usual]
     if case.status in ("improved", "regression", "inconclusive") and case.comparison is not None:
         parts += [note for note in map(one_line, case.comparison.notes) if note not in parts[0]]
     if case.status == "regression" and case.p_holm is not None:
@@ -118,16 +144,6 @@ def remark(case: Case) -> str:
     if case.culprit:
         parts.append(f"since {one_line(case.culprit)}")
     return "; ".join(part for part in parts if part)
-
-
-def _usual_reason(case: Case) -> str:
-    if case.status == "regression" and case.second is not None:
-        return "confirmed on fresh launches"
-    if case.status == "pass" and case.first is not None and case.first.verdict == "slower":
-        return "slower once, not confirmed on fresh launches"
-    if case.status == "inconclusive" and case.comparison is not None:
-        return f"after {effort(case.comparison)}"
-    return ""
 
 
 def control_text(control: Control) -> str:
@@ -141,35 +157,26 @@ def control_text(control: Control) -> str:
 
 
 def closing(report: GateReport) -> str:
-    """Return the answer: how many cases ended how, and whether that can be trusted."""
-    return " ".join([f"{verdict(report)}.", *([] if report.geomean is None else [f"{geomean_text(report)}."])])
+    """Return the closing sentence: the number of cases by status, and whether the verdicts can be trusted."""
+    return f"{verdict(report)}." + ("" if report.geomean is None else f" {geomean_text(report)}.")
 
 
 def verdict(report: GateReport) -> str:
     """Return the outcome as a clause without a full stop."""
-    told = counts_text(report)
+    counts = Counter(case.status for case in report.cases)
+    parts = [] if any(counts[status] for status in FAILING) else ["no regression"]
+    parts += [f"{counts[status]} {COUNTED[status][counts[status] != 1]}" for status in COUNTED if counts[status]]
+    cases = f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
+    counted = f"{', '.join(parts)} in {cases} (Holm, {100 * ALPHA:g} %)"
     if report.outcome == "untrusted":
         failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
         why = f"the {failed} control failed" if failed else "see the warnings"
         if not report.controls:
             why = "no control could be timed"
-        return f"Untrusted: {why}, so nothing here counts ({told})"
+        return f"Untrusted: {why}, so no verdict here is valid ({counted})"
     if report.outcome == "interrupted":
-        return f"Interrupted, so this is not a verdict ({told})"
-    if report.outcome == "nothing":
-        return f"Nothing could be measured ({told})"
-    return told
-
-
-def counts_text(report: GateReport) -> str:
-    """Return how many cases ended how, the worst first."""
-    counts = Counter(case.status for case in report.cases)
-    shown = [(status, counts[status]) for status in ORDER if counts[status] and status in COUNTED]
-    found = [f"{n} {COUNTED[status][n != 1]}" for status, n in shown]
-    if not any(counts[status] for status in FAILING):
-        found.insert(0, "no regression")
-    cases = f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
-    return f"{', '.join(found)} in {cases} (Holm, {100 * ALPHA:g} %)"
+        return f"Interrupted, so this is not a verdict ({counted})"
+    return f"Nothing could be measured ({counted})" if report.outcome == "nothing" else counted
 
 
 def geomean_text(report: GateReport) -> str:
@@ -183,3 +190,97 @@ def geomean_text(report: GateReport) -> str:
 def one_line(text: str) -> str:
     """Join the lines of a text: a log line that began with `::` would be a command to some CI systems."""
     return " ".join(text.split())
+
+
+def markdown(report: GateReport) -> str:
+    """Return the page: verdict, cases that need attention, then the others in a folded table, which is cut first if the
+    page is too long."""
+    cases = ordered(report.cases)
+    rows = [case for case in cases if not _is_folded(case)]
+    folded = sorted((case for case in cases if _is_folded(case)), key=lambda case: case.status != "pass")
+    shown = _most_that_fit(len(folded), lambda n: _page(report, rows, folded, len(rows), n))
+    kept = len(rows) if shown else _most_that_fit(len(rows), lambda n: _page(report, rows, folded, n, 0))
+    return _page(report, rows, folded, kept, shown)
+
+
+def _is_folded(case: Case) -> bool:
+    return case.status == "not_measured" or (case.status == "pass" and not remark(case))
+
+
+def _most_that_fit(count: int, page: Callable[[int], str]) -> int:
+    """Return the largest number of rows whose page is short enough."""
+    # GitHub counts a character beyond the basic plane as two.
+    return bisect_right(range(1, count + 1), LIMIT, key=lambda rows: len(page(rows).encode("utf-16-le")) // 2)
+
+
+def _page(report: GateReport, rows: Sequence[Case], folded: Sequence[Case], row_count: int, fold_count: int) -> str:
+    facts = [f"{_code(report.baseline)} → {_code(report.current)}, suite {_code(report.suite)}"]
+    facts += [f"control {clean(control_text(control))}" for control in report.controls]
+    facts += [] if report.geomean is None else [clean(geomean_text(report))]
+    facts += [f"warning: {clean(warning)}" for warning in report.warnings[:MOST_WARNINGS]]
+    if len(report.warnings) > MOST_WARNINGS:
+        facts.append(f"{len(report.warnings) - MOST_WARNINGS} more warnings: see gate.json.")
+    parts = [f"{MARKER}\n### {SIGNS[report.outcome]} attnbench: {clean(verdict(report))}"]
+    parts.append("\n".join(f"- {fact}" for fact in facts))
+    if rows:
+        parts.append(_markdown_table(rows[:row_count]))
+    if row_count < len(rows):
+        parts.append(f"{len(rows) - row_count} more of these are not shown here: see gate.json.")
+    if folded:
+        passed = sum(case.status == "pass" for case in folded)
+        counts = {"passed": passed, "not measured": len(folded) - passed}
+        title = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        inside = [_markdown_table(folded[:fold_count])] if fold_count else []
+        if fold_count < len(folded):
+            inside.append(f"{len(folded) - fold_count} are not shown here: see gate.json.")
+        parts.append("\n\n".join([f"<details><summary>{title}</summary>", *inside, "</details>"]))
+    environment = environment_of(report)
+    footer = [
+        "" if environment is None else environment_line(environment),
+        f"attnbench {report.attnbench}" if report.attnbench else "",
+        units.duration(report.elapsed_s * 1e9),
+    ]
+    return "\n\n".join([*parts, f"<sub>{clean(' · '.join(filter(None, footer)))}</sub>"]) + "\n"
+
+
+def _markdown_table(cases: Sequence[Case]) -> str:
+    return "\n".join([HEADING, *map(_row, cases)])
+
+
+def _row(case: Case) -> str:
+    cells = (
+        word(case) if _is_folded(case) else f"**{word(case)}**",
+        _code(case.implementation),
+        _code(case.workload.id),
+        clean(figures(case)),
+        clean(remark(case)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def environment_of(report: GateReport) -> Environment | None:
+    """Return the environment of the first record that has one."""
+    comparisons = [case.comparison for case in report.cases if case.comparison is not None]
+    records = (record for found in comparisons for record in (found.record_b, found.record_a) if record is not None)
+    return next((record.environment for record in records if record.environment is not None), None)
+
+
+def clean(text: str) -> str:
+    """Return one line of plain text; what Markdown, HTML or GitHub would interpret becomes a character reference."""
+    text = one_line("".join(c for c in text if c.isprintable() or c.isspace()))
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 1]}…"
+    return re.sub(r"::|[&<>|`*_~\[\]\\@#$]", _reference, text)
+
+
+def _reference(found: re.Match[str]) -> str:
+    character = found.group()[-1]
+    if character == ":":  # printed at the start of a line, it would be a command to GitHub
+        return ":&#58;"
+    # GitHub looks for mentions and issue numbers after it has read the references: only something in between helps.
+    gap = "\N{ZERO WIDTH SPACE}" if character in "@#" else ""
+    return f"&#{ord(character)};{gap}"
+
+
+def _code(text: str) -> str:
+    return f"<code>{clean(text)}</code>"

@@ -1,11 +1,12 @@
-"""Times of a cell over many commits: one series per cell and machine, and the steps in its level.
+"""Times of a cell over many commits: one series per cell and machine, the steps in its level, and both in words.
 
 A point is ln(time of the cell / geometric mean of the two anchors of its run and workload): milliseconds of different
-days say more about the days than about the code. All functions are pure; the commits of git are passed in.
+days say more about the days than about the code. The commits of git are passed in.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -15,10 +16,14 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct, structs
+from rich.console import Console
 
 from attnbench.comparing.baselines import one_source
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
+from attnbench.printable import printable, shortened
+from attnbench.report.terminal import plain_table
+from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.records import is_anchor, is_timed, label
 from attnbench.spec import Ok, Record, Workload
@@ -33,12 +38,19 @@ LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
 MEDIAN_DISTANCE = 0.6745 * 2**0.5
 """Median distance of two neighbours in normal noise, in standard deviations."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDEST = 40
+LEAST_SPAN = 0.05
+"""Least height of a sparkline in logarithms: noise of 1 % must not look like a mountain range."""
+SHORT = 12
+MOST_SENTENCES = 5
+MOST_SUSPECTS = 3
 
 Commits = Sequence[tuple[str, str]]
 """Pairs (commit, subject), oldest first."""
 
 
-class Source(Struct, frozen=True):
+class HistoryFile(Struct, frozen=True):
     """A run file or a baseline: its time and its records."""
 
     created: str
@@ -47,7 +59,7 @@ class Source(Struct, frozen=True):
     """File or module of each function that was given by reference, by its name."""
 
 
-class Point(Struct, frozen=True, kw_only=True):
+class CommitPoint(Struct, frozen=True, kw_only=True):
     """A commit of a series."""
 
     commit: str
@@ -73,16 +85,16 @@ class Key(Struct, frozen=True, kw_only=True):
     """File or module of a function that was given by reference: two functions of one name are two series."""
 
 
-class Series(Struct, frozen=True, kw_only=True):
+class CommitSeries(Struct, frozen=True, kw_only=True):
     """The points of a cell over commits on one machine, oldest first."""
 
     key: Key
     workload: Workload
     machine: str
-    points: tuple[Point, ...]
+    points: tuple[CommitPoint, ...]
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class LevelChange(Struct, frozen=True, kw_only=True):
     """A step from one level to the next."""
 
     direction: Literal["slower", "faster"]
@@ -109,19 +121,19 @@ class Excluded(Struct, frozen=True):
 class Trend(Struct, frozen=True):
     """A series with its changes."""
 
-    series: Series
-    changes: tuple[Change, ...]
+    series: CommitSeries
+    changes: tuple[LevelChange, ...]
 
 
 def gather(
-    sources: Iterable[Source], order: Mapping[str, int] | None = None, per_run: bool = False
-) -> tuple[list[Series], list[Excluded]]:
+    sources: Iterable[HistoryFile], order: Mapping[str, int] | None = None, per_run: bool = False
+) -> tuple[list[CommitSeries], list[Excluded]]:
     """Return the series of every timed cell, and the records that are left out.
 
-    `order` is each commit's place in the history; without it, time decides. A commit is one point, the median of its
-    runs; with `per_run` every run is a point.
+    `order` is each commit's place in the history; without it, points are ordered by time. A commit is one point, the
+    median of its runs; with `per_run` every run is a point.
     """
-    found: dict[Key, list[tuple[Point, Ok]]] = {}
+    measured: dict[Key, list[tuple[CommitPoint, Ok]]] = {}
     excluded: list[Excluded] = []
     sources = list(sources)
     places = _spelled_alike(sources)
@@ -129,18 +141,18 @@ def gather(
         for record in source.records:
             if not is_timed(record) or is_anchor(record):
                 continue
-            made = _point(record, source)
-            if isinstance(made, str):
-                excluded.append(Excluded(record.cell.id, source.created, made))
+            point = _point(record, source)
+            if isinstance(point, str):
+                excluded.append(Excluded(record.cell.id, source.created, point))
             else:
                 place = places[record.implementation][source.places.get(record.implementation, "")]
-                key = structs.replace(made[0], source=place)
-                found.setdefault(key, []).append((made[1], record))
-    series = [_series(key, points, order or {}, per_run) for key, points in found.items()]
+                key = structs.replace(point[0], source=place)
+                measured.setdefault(key, []).append((point[1], record))
+    series = [_series(key, points, order or {}, per_run) for key, points in measured.items()]
     return sorted(series, key=lambda one: (one.key.workload, one.key.implementation)), excluded
 
 
-def _spelled_alike(sources: Sequence[Source]) -> dict[str, dict[str, str]]:
+def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
     """Return for each function every spelling of its place -> the shortest that may mean the same.
 
     An unknown place is the only known one, if there is just one.
@@ -158,11 +170,11 @@ def _spelled_alike(sources: Sequence[Source]) -> dict[str, dict[str, str]]:
     return alike
 
 
-def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
+def _point(record: Ok, source: HistoryFile) -> tuple[Key, CommitPoint] | str:
     environment, time = record.environment, record.time
     assert time is not None
     if environment is None:
-        return "its environment is not known"
+        return "its environment is unknown"
     anchors = {one.implementation: one for one in anchors_beside(record, source.records)}
     missing = [name for name in ANCHORS if name not in anchors]
     if missing:
@@ -178,10 +190,10 @@ def _point(record: Ok, source: Source) -> tuple[Key, Point] | str:
     )
     value = log(time.median_ns) - sum(log(one.median_ns) for one in times) / len(times)
     commit = "" if environment.is_dirty else environment.commit
-    return key, Point(commit=commit, created=source.created, value=value)
+    return key, CommitPoint(commit=commit, created=source.created, value=value)
 
 
-def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int], per_run: bool) -> Series:
+def _series(key: Key, found: Sequence[tuple[CommitPoint, Ok]], order: Mapping[str, int], per_run: bool) -> CommitSeries:
     record = found[0][1]
     assert record.environment is not None
     # Each run counts once: a baseline has the value of the run it was made of; two runs of one second differ in theirs.
@@ -189,16 +201,16 @@ def _series(key: Key, found: Sequence[tuple[Point, Ok]], order: Mapping[str, int
     points = points if per_run else _per_commit(points)
     known = all(point.commit in order for point in points)
     points.sort(key=lambda point: (order[point.commit] if known else 0, point.created))
-    return Series(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
+    return CommitSeries(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
 
 
-def _per_commit(points: Iterable[Point]) -> list[Point]:
+def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
     """Return one point per commit; a run without a commit is a point of its own."""
-    groups: dict[str | int, list[Point]] = {}
+    groups: dict[str | int, list[CommitPoint]] = {}
     for number, point in enumerate(points):
         groups.setdefault(point.commit or number, []).append(point)
     return [
-        Point(
+        CommitPoint(
             commit=group[0].commit,
             created=max(point.created for point in group),
             value=median(point.value for point in group),
@@ -217,7 +229,7 @@ class Level(Struct, frozen=True):
     """Median of the points, outliers between them left out."""
 
 
-def find_changes(series: Series, between: Callable[[str, str], Commits] | None = None) -> tuple[Change, ...]:
+def find_changes(series: CommitSeries, between: Callable[[str, str], Commits] | None = None) -> tuple[LevelChange, ...]:
     """Return the steps of a series; `between` lists the commits from one (excluded) to another (included)."""
     if detector_missing():
         return ()
@@ -225,7 +237,7 @@ def find_changes(series: Series, between: Callable[[str, str], Commits] | None =
     for before, after in pairwise(find_levels([point.value for point in series.points])):
         old, new = series.points[before.stop - 1].commit, series.points[after.start].commit
         changes.append(
-            Change(
+            LevelChange(
                 direction="slower" if after.value > before.value else "faster",
                 ratio=exp(after.value - before.value),
                 position=after.start,
@@ -238,7 +250,7 @@ def find_changes(series: Series, between: Callable[[str, str], Commits] | None =
 
 
 def detector_missing() -> str | None:
-    """Return what to install before steps can be looked for; None if nothing is missing."""
+    """Return what to install before steps can be found; None if nothing is missing."""
     return None if find_spec("ruptures") else 'steps need ruptures: pip install "attnbench[history]"'
 
 
@@ -272,3 +284,108 @@ def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
     cost.min_size = 1  # a piece of one point is an outlier, and its own piece keeps it out of the levels beside it
     ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=PENALTY * noise * log(len(series)))
     return [list(range(start, end)) for start, end in pairwise([0, *ends])]
+
+
+Suggest = Callable[[Trend, LevelChange], str]
+"""Function that returns the command to confirm a change with; empty if there is none."""
+
+
+def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
+    """Print the table, and below it how many records are left out and why."""
+    if trends:
+        console.print(plain_table(_rows(trends)), highlight=False)
+    reasons = Counter(one.reason for one in excluded)
+    for reason, count in reasons.most_common():
+        line = f"{count} record{'' if count == 1 else 's'} left out: {shortened(reason)}."
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
+    several = len({trend.series.key.fingerprint for trend in trends}) > 1
+    places = {(trend.series.key.implementation, trend.series.key.source) for trend in trends}
+    namesakes = len({name for name, _ in places}) < len(places)
+    return [
+        {
+            "implementation": trend.series.key.implementation,
+            **({"source": trend.series.key.source} if namesakes else {}),
+            "workload": trend.series.key.workload,
+            **({"machine": f"{trend.series.machine} {trend.series.key.fingerprint}"} if several else {}),
+            "commits": _commit_count(trend),
+            "history": sparkline([point.value for point in trend.series.points]),
+            "x anchors": significant(exp(trend.series.points[-1].value)),
+            "changes": ", ".join(f"{size(change)} at {change.new[:SHORT] or '?'}" for change in trend.changes),
+        }
+        for trend in trends
+    ]
+
+
+def _commit_count(trend: Trend) -> str:
+    """Return how many commits a series has, and how many runs without a commit."""
+    commits = sum(bool(point.commit) for point in trend.series.points)
+    runs = len(trend.series.points) - commits
+    parts = [str(commits) if commits else "", f"{runs} run{'' if runs == 1 else 's'}" if runs else ""]
+    return " + ".join(filter(None, parts))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return the course of a series in blocks: one per point or, for long series, per few points."""
+    heights = np.array([np.median(part) for part in np.array_split(np.asarray(values), min(len(values), WIDEST))])
+    span = max(float(np.ptp(heights)), LEAST_SPAN)
+    # A steady series lies in the middle of a block, not on the edge of two.
+    lowest = heights.min() if np.ptp(heights) == span else np.median(heights) - span * 3.5 / len(BLOCKS)
+    places = np.clip((heights - lowest) / span * len(BLOCKS), 0, len(BLOCKS) - 1).astype(int)
+    return "".join(BLOCKS[place] for place in places)
+
+
+def size(change: LevelChange) -> str:
+    """Return the size of a change such as "1.06x slower"; the ratio is always above 1."""
+    ratio = change.ratio if change.direction == "slower" else 1 / change.ratio
+    return f"{ratio:.2f}x {change.direction}"
+
+
+def closing(trends: Sequence[Trend], suggest: Suggest) -> str:
+    """Return what changed last in each series, regressions first, with the suspected commits and how to confirm."""
+    changed = [(trend, trend.changes[-1]) for trend in trends if trend.changes]
+    changed.sort(key=lambda pair: (pair[1].direction == "faster", -abs(pair[1].ratio - 1)))
+    if not changed:
+        return _no_change(trends)
+    sentences: list[str] = []
+    for trend, change in changed[:MOST_SENTENCES]:
+        key, command = trend.series.key, suggest(trend, change)
+        confirm = f" Confirm with `{command}`." if command else ""
+        what = f"{key.implementation} on {key.workload} is {size(change)} {since(trend, change)}.{confirm}"
+        sentences.append(printable(what))
+    if left := len(changed) - len(sentences):
+        sentences.append(f"{left} more series changed: see the table.")
+    return "\n".join(sentences)
+
+
+def _no_change(trends: Sequence[Trend]) -> str:
+    if not trends:
+        return "There is no history to show: no timed record has anchors."
+    if missing := detector_missing():
+        return f"Steps were not searched for: {missing}."
+    longest = max(len(trend.series.points) for trend in trends)
+    if longest < LEAST_POINTS:
+        what = "commits" if all(point.commit for trend in trends for point in trend.series.points) else "runs"
+        return f"Too few {what} to find a step: {longest} at most, {LEAST_POINTS} are needed."
+    count = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
+    return f"No step of {100 * (LEAST_STEP - 1):.0f} % or more in {count} series."
+
+
+def since(trend: Trend, change: LevelChange) -> str:
+    """Return which commits may have caused a change if git knows them, else after which run it was seen."""
+    if len(change.suspects) == 1:
+        return f"since {commit_text(*change.suspects[0])}"
+    if change.suspects:
+        shown = ", ".join(commit_text(*suspect) for suspect in change.suspects[-MOST_SUSPECTS:])
+        more = f" and {len(change.suspects) - MOST_SUSPECTS} before" if len(change.suspects) > MOST_SUSPECTS else ""
+        return f"by one of {len(change.suspects)} commits: {shown}{more}"
+    if change.old and change.new and change.old != change.new:
+        return f"since a commit after {change.old[:SHORT]}, at the latest {change.new[:SHORT]}"
+    return f"since the run of {trend.series.points[change.position].created}"
+
+
+def commit_text(commit: str, subject: str) -> str:
+    """Return the first digits of a commit, and its subject in quotes."""
+    return f'{commit[:SHORT]} "{subject}"'

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
@@ -21,7 +22,7 @@ from attnbench.run.git import ask, last_line
 from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
 WORKING_TREE = (".", "WORKTREE")
-"""Names of the working tree as it is, with everything that is not committed."""
+"""Names of the working tree, uncommitted changes included."""
 OWNER = "attnbench-owner"
 """File beside a worktree's entry in the repository that shows who made it, and whether that process lives."""
 IMPORTABLE = (".py", ".so", ".pyd")
@@ -58,7 +59,7 @@ class Ref(Struct, frozen=True, kw_only=True):
     dirty: bool = False
     """Whether the tree holds changes that no commit has."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, such as uncommitted changes that are not in the ref."""
+    """Notes for the user, such as uncommitted changes that the ref does not contain."""
     files: dict[str, tuple[int, ...]] = {}
     """Files of the tree as they were at the end of the build."""
     outputs: tuple[Path, ...] = ()
@@ -76,13 +77,15 @@ class Ref(Struct, frozen=True, kw_only=True):
     def require_intact(self) -> None:
         """Raise UsageError if anybody else, such as the build of another ref, has touched the tree."""
         if self.commit and git.head(self.path) != self.commit:
-            raise UsageError(f"{self.name} was moved to another commit while refs were built: let no build do that.")
+            raise UsageError(
+                f"{self.name} was moved to another commit while refs were built: the build command must not do that."
+            )
         now = _fingerprint(self.path, self.outputs)
         touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
         if touched:
             raise UsageError(
-                f"{_named(touched)} of {self.name} changed after it was built, so it is no longer what that ref has: "
-                "let the build command write to its own folder only."
+                f"{named(touched)} of {self.name} changed after the build, so the tree no longer matches the ref: "
+                "the build command must write only to its own folder."
             )
 
 
@@ -96,12 +99,15 @@ def checkout(
 ) -> Iterator[Ref]:
     """Check out a ref of the repository that `folder` lies in, in a temporary worktree; "." is the working tree itself.
 
-    `outputs` are files and folders that attnbench writes: in a working tree they do not count as part of it.
+    `outputs` are files that attnbench writes, as it writes runs and baselines: they are not part of a working tree.
     """
     top = git.root(folder)
-    outputs = own_outputs(top, outputs)
+    outputs = own_outputs(top, folder, outputs)
     if ref in WORKING_TREE:
-        yield _ready(_working_tree(ref, top, outputs), build, pythonpath)
+        commit = git.head(top)
+        facts = {"subject": git.subject(commit, top) if commit else "", "dirty": bool(_changes(top, outputs))}
+        made = Ref(name=ref, commit=commit, path=top, pythonpath=(), outputs=outputs, **facts)
+        yield _ready(made, build, pythonpath)
         return
     commit = git.resolve(ref, top)
     with scratch() as temporary, ExitStack() as owner:
@@ -111,7 +117,7 @@ def checkout(
             git.answer(top, "worktree", "add", "--quiet", "--detach", str(path), commit)
             with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
                 owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
-            notes = (*_left_out(ref, commit, top, outputs), *fill_submodules(top, path))
+            notes = (*_left_out_notes(ref, commit, top, outputs), *fill_submodules(top, path))
             made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
             yield _ready(made, build, pythonpath)
         finally:
@@ -124,17 +130,17 @@ def fill_submodules(top: Path, path: Path) -> list[str]:
     if not (path / ".gitmodules").is_file():
         return []
     listed = ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
-    places = [line.partition(" ")[2] for line in listed.splitlines()]
-    return [note for place in places if (note := _fill(top, path, place))]
+    notes = [_fill_submodule(top, path, line.partition(" ")[2]) for line in listed.splitlines()]
+    return [note for note in notes if note]
 
 
-def _fill(top: Path, path: Path, place: str) -> str:
+def _fill_submodule(top: Path, path: Path, place: str) -> str:
     entry = ask(path, "ls-tree", "HEAD", place).stdout.split()
     if len(entry) < 3 or entry[1] != "commit":
         return ""
     source, target = top / place, path / place
     if not (source / ".git").exists():
-        return f"submodule {place} is left empty: it is not checked out here (`git submodule update --init` does it)"
+        return f"submodule {place} is left empty: it is not checked out here (run `git submodule update --init`)"
     done = ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
     if done.returncode == 0:
         done = ask(target, "checkout", "--quiet", "--detach", entry[2])
@@ -145,24 +151,27 @@ def _fill(top: Path, path: Path, place: str) -> str:
     return ""
 
 
-def own_outputs(top: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the outputs inside a repository, without its root and folders that hold code: these hide code."""
-    real = [Path(os.path.realpath(one)) for one in outputs]
-    inside = [one for one in real if one != top and one.is_relative_to(top)]
-    return tuple(one for one in inside if not _holds_code(top, one))
+def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
+    """Return what attnbench writes inside a repository: `outputs`, runs and baselines.
 
-
-def _holds_code(top: Path, place: Path) -> bool:
-    known = git.ask(top, "ls-files", "-z", "--", str(place)).stdout.split("\0")
-    return any(name.endswith(IMPORTABLE) for name in known)
+    The root and folders in which git knows code are left out, since changes of that code must be seen.
+    """
+    settings = load_settings(cwd=here)
+    written = (*outputs, here / settings.runs_dir, here / settings.baselines_dir)
+    inside = [path for one in written if (path := Path(os.path.realpath(one))) != top and path.is_relative_to(top)]
+    known = {path: git.ask(top, "ls-files", "-z", "--", str(path)).stdout.split("\0") for path in inside}
+    return tuple(path for path in inside if not any(name.endswith(IMPORTABLE) for name in known[path]))
 
 
 def same_code(baseline: str, current: str, folder: Path, outputs: Sequence[Path] = ()) -> str:
-    """Return why two refs are one and the same code, so that comparing them shows nothing; empty if they may differ."""
+    """Return why two refs are one and the same code, so that comparing them shows nothing; empty if they may differ.
+
+    `outputs` as in `checkout`.
+    """
     top = git.root(folder)
     trees = [one in WORKING_TREE for one in (baseline, current)]
     commits = {git.head(top) if is_tree else git.resolve(one, top) for one, is_tree in zip((baseline, current), trees)}
-    if len(commits) > 1 or (any(trees) and not all(trees) and _changes(top, own_outputs(top, outputs))):
+    if len(commits) > 1 or (any(trees) and not all(trees) and _changes(top, own_outputs(top, folder, outputs))):
         return ""
     what = "both the working tree" if all(trees) else f"the same commit {commits.pop()[:9]}"
     return f"{baseline} and {current} are {what}, so there is nothing to compare"
@@ -181,24 +190,19 @@ def _changes(top: Path, outputs: Sequence[Path], *, untracked: bool = True) -> l
     return [name for name in found if not any((top / name).is_relative_to(one) for one in outputs)]
 
 
-def _working_tree(ref: str, top: Path, outputs: tuple[Path, ...]) -> Ref:
-    commit = git.head(top)
-    facts = {"subject": git.subject(commit, top) if commit else "", "dirty": bool(_changes(top, outputs))}
-    return Ref(name=ref, commit=commit, path=top, pythonpath=(), outputs=outputs, **facts)
-
-
-def _left_out(ref: str, commit: str, top: Path, outputs: Sequence[Path]) -> list[str]:
+def _left_out_notes(ref: str, commit: str, top: Path, outputs: Sequence[Path]) -> list[str]:
     if commit != git.head(top):
         return []
     known = git.changes(top, untracked=False)
     unknown = [name for name in _changes(top, outputs) if name not in known]
-    notes = [f'the uncommitted changes of the working tree are not in {ref}: "." takes them'] if known else []
+    notes = [f'{ref} does not contain the uncommitted changes of the working tree: "." includes them'] if known else []
     if unknown:
-        notes.append(f'{_named(unknown)} of the working tree, which git does not know, is not in {ref}: "." takes it')
+        notes.append(f'{ref} does not contain {named(unknown)}, which git does not track: "." includes it')
     return notes
 
 
-def _named(files: Sequence[str]) -> str:
+def named(files: Sequence[str]) -> str:
+    """Return the first names as text, with the number of the rest."""
     more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
     return f"{', '.join(files[:MOST_NAMED])}{more}"
 
@@ -219,8 +223,8 @@ def _forget_abandoned(top: Path) -> None:
 def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     """Return for each file what shows whether it was touched.
 
-    Of a worktree that was made for this, all files count; of a working tree that people use, only those that git does
-    not ignore and attnbench does not write.
+    In a worktree made for the comparison all files count; in the user's working tree, only files that git does not
+    ignore and attnbench does not write.
     """
     if path.parent.name.startswith(PREFIX):
         names = []
@@ -234,11 +238,9 @@ def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ..
     for name in names:
         if "__pycache__" in Path(name).parts or any((path / name).is_relative_to(one) for one in outputs):
             continue
-        try:
-            found = (path / name).lstat()
-        except OSError:
-            continue
-        states[name] = (found.st_ino, found.st_size, found.st_mode, found.st_ctime_ns)
+        with suppress(OSError):
+            now = (path / name).lstat()
+            states[name] = (now.st_ino, now.st_size, now.st_mode, now.st_ctime_ns)
     return states
 
 
@@ -248,30 +250,26 @@ def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
         began = time.time_ns()
         _build(ref, build)
         built_ns = (began, time.time_ns())
-    wanted = [(ref.path / name).resolve() for name in pythonpath or _default_pythonpath(ref.path)]
+    source = ref.path / "src"
+    default = ["src", "."] if any([*source.glob("*/__init__.py"), *source.glob("*.py")]) else ["."]
+    wanted = [(ref.path / name).resolve() for name in pythonpath or default]
     strange = [str(folder) for folder in wanted if not folder.is_relative_to(ref.path.resolve())]
     if strange:
         raise UsageError(
-            f"{_named(strange)} is not in {ref.name}, and its code would count as that of every ref: name folders of "
-            "the repository, relative to its root, in pythonpath of [tool.attnbench]."
+            f"{named(strange)} is not in {ref.name}, so every ref would import the same code from it: set pythonpath "
+            "in [tool.attnbench] to folders of the repository, relative to its root."
         )
     there = [folder for folder in wanted if folder.is_dir()]
     if not there:
         raise UsageError(
-            f"{ref.name} has no folder {' or '.join(pythonpath)}: set pythonpath in [tool.attnbench] to where "
-            "its packages lie."
+            f"{ref.name} has no folder {' or '.join(pythonpath)}: set pythonpath in [tool.attnbench] to the folders "
+            "of its packages."
         )
     notes = [f"{ref.name} has no folder {folder.name}" for folder in wanted if folder not in there]
     if build and ref.name not in WORKING_TREE and (rebuilt := git.changes(ref.path, untracked=False)):
-        notes.append(f"the build of {ref.name} has changed {_named(rebuilt)}, which git knows")
+        notes.append(f"the build of {ref.name} changed files that git tracks: {named(rebuilt)}")
     facts = {"files": _fingerprint(ref.path, ref.outputs), "built_ns": built_ns}
     return msgspec.structs.replace(ref, pythonpath=tuple(there), notes=(*ref.notes, *notes), **facts)
-
-
-def _default_pythonpath(path: Path) -> list[str]:
-    source = path / "src"
-    holds_code = any(source.glob("*/__init__.py")) or any(source.glob("*.py"))
-    return ["src", "."] if holds_code else ["."]
 
 
 def _build(ref: Ref, command: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from msgspec import Struct
@@ -54,84 +54,63 @@ class Code(Struct, frozen=True, kw_only=True):
     process's."""
     commit: str = ""
 
-    def describe(self) -> p.Describe:
-        """Return the first message to each of its processes."""
-        by_name = self.origin is not None and self.user_function is None
-        return p.Describe(self.import_path, self.origin, self.name if by_name else "")
+    def requests(self) -> list[p.Describe | p.Load]:
+        """Return the first messages to each process of the side, which load the code.
 
-    @property
-    def import_path(self) -> list[str]:
-        """Further folders of the workers' import path: this process's, without the hidden one if there is a ref."""
-        if not self.path:
-            return [*sys.path, ""]
-        return [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
+        Further folders of its import path are this process's, without the hidden one if there is a ref.
+        """
+        further = [*sys.path, ""]
+        if self.path:
+            further = [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
+        if self.user_function is not None:
+            return [p.Describe(further, self.origin, ""), self.user_function.load(self.path)]
+        return [p.Describe(further, self.origin, "" if self.origin is None else self.name)]
 
 
-def code_of(
-    what: Any,
-    framework: str,
-    label: str = "",
-    path: tuple[str, ...] = (),
-    hidden: str = "",
-    commit: str = "",
-    origin: Origin | None = None,
-    cwd: str = "",
-) -> Code:
+def code_of(what: Any, framework: str) -> Code:
     """Return the side for a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
 
-    A reference, or a name under another import path, is looked up by the workers and not here.
+    A reference is looked up by the workers and not here.
     """
-    facts = {"path": path, "hidden": hidden, "commit": commit, "origin": origin, "cwd": cwd}
     if isinstance(what, str) and ":" in what:
         user_function = from_reference(what, framework, set())
-        return Code(
-            label=label or what, name=user_function.name, framework=framework, user_function=user_function, **facts
-        )
+        return Code(label=what, name=user_function.name, framework=framework, user_function=user_function)
     if isinstance(what, str):
         name, config = registry.asked(what)
         implementation = registry.get(name)
         if config or registry.origin(name) != "this process":
-            known = {"framework": implementation.framework, "config": config}
-            return Code(label=label or what, name=name, **known, **facts)
+            return Code(label=what, name=name, framework=implementation.framework, config=config)
         what = implementation
     implementation = registry.resolve(what, framework)
     user_function = from_object(what, framework, set())
     if user_function is None:
         raise CannotSend(f"{implementation.name} cannot be sent to a worker process.")
-    label = label or implementation.name
-    return Code(
-        label=label, name=user_function.name, framework=user_function.framework, user_function=user_function, **facts
-    )
+    name, framework = user_function.name, user_function.framework
+    return Code(label=implementation.name, name=name, framework=framework, user_function=user_function)
 
 
 class DiedLoading(UsageError):
     """A process that was lost while it loaded a side's code: the fault of the code, or of the machine."""
 
 
-class Side(Protocol):
-    """A side with processes that can be started, paused and ended."""
+class Side:
+    """A side of a comparison, whose processes can be paused and restarted if it has processes of its own."""
 
     code: Code
 
     def start_worker(self, seed: int) -> Remote | Local:
         """Start a fresh worker and return it."""
-        ...
+        raise NotImplementedError
 
     def pause(self) -> None:
-        """Stop all processes of the side while the other side takes its turn."""
-        ...
+        """Stop all processes of the side, helpers that its code has started included, while the other takes its
+        turn."""
 
     def resume(self) -> None:
         """Let the stopped processes go on."""
-        ...
 
     def restart(self) -> None:
-        """End all processes and start new ones."""
-        ...
-
-    def close(self) -> None:
-        """End all processes for good."""
-        ...
+        """End all processes and start new ones; raises WorkerDied if the code cannot be loaded any more."""
 
 
 class _WorkerProcess:
@@ -156,7 +135,7 @@ class _WorkerProcess:
         return 1 if code is None else code
 
 
-class ForkedSide:
+class ForkedSide(Side):
     """A side whose workers are forked from one process that has imported everything."""
 
     def __init__(self, code: Code, device: str | None, threads: int | None) -> None:
@@ -172,18 +151,19 @@ class ForkedSide:
         """Start the forkserver and load the side's code in it; raises UsageError if that fails."""
         self._forks = True
         self._workers: list[_WorkerProcess] = []
-        code, started = self.code, self._process_of("attnbench.comparing.forkserver")
-        self._process, self._connection = started
+        self._process, self._connection = started = self._process_of("attnbench.comparing.forkserver")
         self._tree = ProcessTree(self._process.pid)
         # Its last output is reported as that of a worker that died.
-        self._forkserver = Remote(code.framework, *started, self._output)
+        self._forkserver = Remote(self.code.framework, *started, self._output)
         try:
-            self._demand(code.describe())
-            if code.user_function is not None:
-                self._demand(code.user_function.load(code.path))
+            for request in self.code.requests():
+                reply = self._ask(request)
+                if isinstance(reply, p.Refused):
+                    raise _refusal(self.code, reply)
+                self._forks = self._forks and not isinstance(reply, n.Unforkable)
         except WorkerDied as died:
             self._end_forkserver()
-            raise DiedLoading(f"{code.label} could not be loaded: {died.reason}") from died
+            raise DiedLoading(f"{self.code.label} could not be loaded: {died.reason}") from died
         except BaseException:
             self._end_forkserver()
             raise
@@ -194,20 +174,14 @@ class ForkedSide:
 
     def _process_of(self, module: str) -> tuple[subprocess.Popen[bytes], Connection]:
         code = self.code
-        facts = (code.path, STEADY_MEMORY, code.cwd)
-        return start(module, code.framework, self._device, self._threads, self._output, *facts)
+        where = (code.path, STEADY_MEMORY, code.cwd)
+        return start(module, code.framework, self._device, self._threads, self._output, *where)
 
     def __enter__(self) -> ForkedSide:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _demand(self, question: p.Describe | p.Load) -> None:
-        reply = self._ask(question)
-        if isinstance(reply, p.Refused):
-            raise _refusal(self.code, reply)
-        self._forks = self._forks and not isinstance(reply, n.Unforkable)
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
         def pass_on() -> None:
@@ -221,8 +195,8 @@ class ForkedSide:
     def start_worker(self, seed: int) -> Remote:
         """Fork a worker with an untouched framework and its own heap padding, and return it.
 
-        If loading the code began to compute, the worker is a new process instead. A forkserver that is gone is started
-        again, once.
+        If loading the code started threads or a device, the worker is a new process instead. A forkserver that has
+        ended is started again, once.
         """
         if not self._forks:
             return self._spawn()
@@ -233,11 +207,10 @@ class ForkedSide:
             return self._fork(seed) if self._forks else self._spawn()
 
     def _fork(self, seed: int) -> Remote:
-        self._workers = [one for one in self._workers if one.poll() is None]
-        known = {process for one in self._workers for process in one.family()} | set(self._helpers)
-        for process in descendants(self._process.pid):
-            if process not in known:
-                ProcessTree(process).kill()  # what an earlier worker left behind
+        self._workers = [worker for worker in self._workers if worker.poll() is None]
+        known = {process for worker in self._workers for process in worker.family()} | set(self._helpers)
+        for process in set(descendants(self._process.pid)) - known:
+            ProcessTree(process).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
             reply = self._ask(n.Fork(seed), theirs)
@@ -248,15 +221,14 @@ class ForkedSide:
 
     def _spawn(self) -> Remote:
         """Start a worker as a new process: slower than a fork, which might hang in other threads' locks."""
-        code, started = self.code, self._process_of("attnbench.run.worker")
-        worker = Remote(code.framework, *started, self._output)
-        self._tree = ProcessTree(started[0].pid)
-        questions = [code.describe(), *([] if code.user_function is None else [code.user_function.load(code.path)])]
+        process, connection = self._process_of("attnbench.run.worker")
+        worker = Remote(self.code.framework, process, connection, self._output)
+        self._tree = ProcessTree(process.pid)
         try:
-            for question in questions:
-                answer = worker.ask(question, START_S)
+            for request in self.code.requests():
+                answer = worker.ask(request, START_S)
                 if isinstance(answer, p.Refused) and answer.not_in_ref:
-                    raise _refusal(code, answer)
+                    raise _refusal(self.code, answer)
                 if isinstance(answer, p.Refused):
                     raise WorkerDied("failed", answer.reason)
         except BaseException:
@@ -265,15 +237,12 @@ class ForkedSide:
         return worker
 
     def pause(self) -> None:
-        """Stop all processes of this side, including helpers that its code has started."""
         self._tree.stop()
 
     def resume(self) -> None:
-        """Let the stopped processes go on."""
         self._tree.resume()
 
     def restart(self) -> None:
-        """End all processes and start new ones; raises WorkerDied if the code cannot be loaded any more."""
         self._end_forkserver()
         try:
             self._start()
@@ -306,8 +275,8 @@ def _refusal(code: Code, answer: p.Refused) -> UsageError:
     return kind(f"{code.label} could not be loaded: {answer.reason}")
 
 
-class LocalSide:
-    """A side in the calling process, for a function that no other process can have."""
+class LocalSide(Side):
+    """A side in the calling process, for a function that no other process can have: nothing is stopped or ended."""
 
     def __init__(self, code: Code, implementation: Implementation, device: str | None) -> None:
         self.code, self._device = code, device
@@ -318,21 +287,9 @@ class LocalSide:
         del seed
         return Local(self.code.framework, self._device)
 
-    def pause(self) -> None:
-        """Leave this process running: it is both sides, so neither can be stopped."""
-
-    def resume(self) -> None:
-        """Leave this process as it is; it was not stopped."""
-
-    def restart(self) -> None:
-        """Keep this process: there is no other to restart."""
-
-    def close(self) -> None:
-        """Keep this process: there is no other to end."""
-
 
 class Lost(Exception):
-    """The loss of a side's worker (`died`) or of its answer; `record` is what is left."""
+    """The loss of a side's worker (`died`) or of its answer; `record` says what happened."""
 
     def __init__(self, side: str, record: Record, died: bool = False) -> None:
         super().__init__(record.reason)
@@ -370,7 +327,7 @@ class SideWorker:
     def describe(self) -> str:
         """Return the kind of device that the worker runs on."""
         described = self._ask(p.Describe([]))
-        assert isinstance(described, p.Described)
+        assert isinstance(described, p.EnvironmentAnswer)
         return described.environment.device
 
     def open(self, seed: int, shared: str, again: bool) -> Ok:

@@ -101,7 +101,7 @@ def _first_reaching(passed: np.ndarray, times: np.ndarray, rank: np.ndarray) -> 
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """Verdict and estimates after so many launches."""
+    """Verdict and estimates after a number of launches."""
 
     verdict: Verdict | None
     """Verdict; None if more launches are needed."""
@@ -124,6 +124,14 @@ class _Evidence(Struct, frozen=True, kw_only=True):
     """Standard error of the point."""
     launches: int
     pairs: int
+
+    def sign(self, floor: float) -> int:
+        """Return 1 if the interval lies above the floor (slower), -1 if it lies below (faster), else 0."""
+        return int(self.low > log1p(floor)) - int(self.high < -log1p(floor))
+
+    def t_sign(self, floor: float) -> int:
+        """Return the sign by the t interval."""
+        return int(self.t_low > log1p(floor)) - int(self.t_high < -log1p(floor))
 
 
 def published(metrics: Sequence[str]) -> str:
@@ -155,18 +163,22 @@ def decide(
     of 1. `same` is decided by the published metric. The floor may only be raised.
     """
     if floor < FLOOR:
-        raise UsageError(f"a floor of {floor:g} is below {FLOOR:g}, what layout alone makes: it may only be raised.")
+        raise UsageError(
+            f"a floor of {floor:g} is below {FLOOR:g}, the effect of memory layout alone: it can only be raised."
+        )
     launches = [launch for launch in launches if launch.a and launch.b]
     last = last or len(launches) >= looks[-1]
     if not last and len(launches) not in looks:
         return Decision(verdict=None)
     if not launches:
-        return Decision(verdict="inconclusive", notes=("no launch gave a pair of samples",))
+        return Decision(verdict="inconclusive", notes=("no launch has samples of both sides",))
     share = alpha / len(looks) / len(metrics)
-    judged, notes = _judged_metrics(launches, metrics)
-    found = {name: _evidence(launches, name, share) for name in judged}
-    verdict, doubts = _verdict(found, published(metrics), floor, last)
-    by_device = _sign(found["device"], floor) if "device" in found else 0
+    main, blocks = published(metrics), [block for launch in launches for block in launch.a + launch.b]
+    blind = [name for name in metrics if name != main and not all(block.ns[name] > 0 for block in blocks)]
+    notes = [f"{name} time is not judged: its clock is too coarse and saw blocks of 0 ns" for name in blind]
+    found = {name: _evidence(launches, name, share) for name in metrics if name not in blind}
+    verdict, doubts = _verdict(found, main, floor, last)
+    by_device = found["device"].sign(floor) if "device" in found else 0
     if by_device and verdict == _WORDS[by_device] and not _holds_in_cycles(launches, by_device, floor):
         doubts.append(f"{verdict} by device time, but not in clock cycles: the GPU ran the two at different speeds")
         verdict = None
@@ -206,14 +218,12 @@ def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: 
     pooled = decide(launches, judged, floor=floor, last=True)
     claim = f"{word} in the first {first} launches"
     if len(fresh) < FEWEST_FRESH:
-        note = f"{claim}, but the budget ended before that could be confirmed by fresh processes: raise it"
+        note = f"{claim}, but the budget ended before fresh processes could confirm it: raise the budget"
         return replace(pooled, verdict="inconclusive", notes=(*pooled.notes, note))
     again = {name: _evidence(fresh, name, CONFIRM_ALPHA) for name in judged}
-    shown = any(
-        (one.t_low > 0 if sign > 0 else one.t_high < 0) and _is_beyond(decision.estimates[name], sign, floor)
-        for name, one in again.items()
-    )
-    denied = any(one.t_high < 0 if sign > 0 else one.t_low > 0 for one in again.values())
+    made_it = {name for name, one in decision.estimates.items() if clears(one.interval, word, floor)}
+    shown = any(again[name].t_sign(0.0) == sign for name in made_it)
+    denied = any(one.t_sign(0.0) == -sign for one in again.values())
     if shown and not denied and pooled.verdict == word:
         return pooled
     note = f"{claim}, not confirmed by {len(fresh)} launches of fresh processes"
@@ -221,28 +231,20 @@ def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: 
     return replace(pooled, verdict=verdict, notes=(*pooled.notes, note))
 
 
-def _is_beyond(one: Estimate, sign: int, floor: float) -> bool:
-    """Return whether a metric's interval alone makes the verdict with this sign."""
-    low, high = one.interval
-    return low > 1 + floor if sign > 0 else high < 1 / (1 + floor)
-
-
-def _judged_metrics(launches: Sequence[Launch], metrics: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the metrics that can be judged, and why the others cannot; the published one is always judged."""
-    blind = [
-        name
-        for name in metrics
-        if name != published(metrics) and not all(block.ns[name] > 0 for one in launches for block in one.a + one.b)
-    ]
-    notes = [f"{name} time is not judged: its clock is too coarse and saw blocks of 0 ns" for name in blind]
-    return [name for name in metrics if name not in blind], notes
+def clears(interval: tuple[float, float], verdict: str | None, floor: float) -> bool:
+    """Return whether an interval alone makes the verdict, slower or faster."""
+    low, high = interval
+    return low > 1 + floor if verdict == "slower" else high < 1 / (1 + floor)
 
 
 def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -> tuple[Verdict | None, list[str]]:
     """Return the verdict on b, None while it is open, and what is doubtful about it."""
-    signs = {name: _sign(one, floor) for name, one in found.items()}
+    signs = {name: one.sign(floor) for name, one in found.items()}
+    # The t interval must lie on the same side of 1; only the pooled median has to clear the floor.
     doubtful = [
-        name for name, sign in signs.items() if (sign or name == main) and not _mean_agrees(found[name], sign, floor)
+        name
+        for name, sign in signs.items()
+        if (sign or name == main) and found[name].t_sign(0.0 if sign else floor) != sign
     ]
     doubts = [
         f"{name} time: the bootstrap says {_WORDS[signs[name]]}, Student's t over launches disagrees"
@@ -250,7 +252,7 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     ]
     certain = {sign for name, sign in signs.items() if name not in doubtful}
     # Wall time beside device time is the host's: it contradicts only beyond the floor.
-    sides = signs if main == "device" else {name: _sign(one, 0.0) for name, one in found.items()}
+    sides = signs if main == "device" else {name: one.sign(0.0) for name, one in found.items()}
     if any(signs[name] and -signs[name] in sides.values() for name in found):
         # Something may have taken the processor in one side's turns, so that "faster" cannot be trusted. "Slower" by
         # the published time can if it is much, or if the other is hardly faster: waiting, or fewer threads, is slower
@@ -284,17 +286,6 @@ def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> boo
     return sign * ratio > log1p(floor)
 
 
-def _sign(one: _Evidence, floor: float) -> int:
-    return int(one.low > log1p(floor)) - int(one.high < -log1p(floor))
-
-
-def _mean_agrees(one: _Evidence, sign: int, floor: float) -> bool:
-    """Return whether the t interval lies on the same side of 1; only the pooled median has to clear the floor."""
-    if sign == 0:
-        return not (one.t_low > log1p(floor) or one.t_high < -log1p(floor))
-    return one.t_low > 0 if sign > 0 else one.t_high < 0
-
-
 def _is_same(one: _Evidence, floor: float) -> bool:
     """Return whether an interval lies within 5 % of 1 and is narrower than 6 %.
 
@@ -322,7 +313,7 @@ def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
 def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
     logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
     if not logs:
-        raise ValueError("no launch holds a block of both sides, so there is nothing to estimate from")
+        raise ValueError("no launch has blocks of both sides, so nothing can be estimated")
     pooled = np.concatenate(logs)
     point, mean = float(np.median(pooled)), trimmed_mean(np.array([np.median(one) for one in logs]))
     half = mean.half_width(alpha)
@@ -355,6 +346,6 @@ def _logs(blocks: Sequence[Block], metric: str) -> np.ndarray:
     if not np.all((ns > 0) & np.isfinite(ns)):
         wrong = float(ns[~((ns > 0) & np.isfinite(ns))][0])
         raise ValueError(
-            f"a block of {wrong:g} ns by {metric} time cannot be: its clock is too coarse, put more calls into a block"
+            f"a block took {wrong:g} ns by {metric} time: that clock is too coarse, put more calls into a block"
         )
     return np.log(ns)

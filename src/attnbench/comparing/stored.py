@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import erfc, exp, log, log1p, sqrt
 from pathlib import Path
 from statistics import NormalDist
+from typing import cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from attnbench.comparing.baselines import find as find_baseline
 from attnbench.comparing.baselines import list_baselines, one_source, why_missing
 from attnbench.comparing.gate_cases import Floors, OnInconclusive, case_of, geomean, judge, with_holm
-from attnbench.comparing.statistics import SES_TO_DETECT
+from attnbench.comparing.statistics import SES_TO_DETECT, clears
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, GateReport, Verdict
 from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES, anchors_beside, lacks_anchors
@@ -35,8 +36,8 @@ MEASURE_BOTH = (
 )
 SHAKY = 0.1
 """Half-width of a stored time's interval above which the time cannot show that nothing changed."""
-SAME_MEASUREMENT = "both sides are one and the same measurement"
-MISSING = "ok in the baseline, but not in the current run: measure it too, or take it out of the baseline"
+SAME_MEASUREMENT = "both sides are the same measurement"
+MISSING = "ok in the baseline, but not in the current run: measure it, or remove it from the baseline"
 ROUNDING_NS = 0.06
 """Largest error of rounding: files keep tenths of nanoseconds."""
 Z = NormalDist().inv_cdf(1 - ALPHA)
@@ -69,15 +70,15 @@ def _against_run(old: Run, new: Run, floors: Floors) -> list[Case]:
     check_comparable(kept, new.records)
     cases = cases_of_runs(kept, new.records, floors)
     return [
-        replace(case, reason=_other_function(before[case.implementation], now[case.implementation]))
+        replace(case, reason=_other_function_text(before[case.implementation], now[case.implementation]))
         if case.status == "no_baseline" and case.implementation in apart
         else case
         for case in cases
     ]
 
 
-def _other_function(before: str, now: str) -> str:
-    return f"the baseline is of another function by that name: of {before}, this one is of {now}"
+def _other_function_text(before: str, now: str) -> str:
+    return f"the baseline measured another function of that name, from {before}: this one is from {now}"
 
 
 def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
@@ -87,7 +88,7 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     homeless = next((one for one in cells if one.environment is None and isinstance(one, Ok)), None)
     if homeless is not None:
         raise UsageError(
-            f"the environment of {homeless.cell.id} in the current run is not known, so it has no baseline: "
+            f"the environment of {homeless.cell.id} in the current run is unknown, so its baseline cannot be found: "
             "measure it again with `attnbench run`."
         )
     sources = sources_of(run)
@@ -97,7 +98,7 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
         found, other = find_baseline(*cell, config=record.config), ""
         source = sources.get(record.implementation, "")
         if found is not None and not one_source(found.source, source):
-            found, other = None, _other_function(found.source, source)
+            found, other = None, _other_function_text(found.source, source)
         if found is None and record.status == "unsupported":
             continue
         beside = [one for one in run.records if one.workload == record.workload]
@@ -116,29 +117,31 @@ def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
     measured."""
     here = {one.environment.fingerprint for one in records if one.environment is not None}
     measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
-    kept = [one for one in list_baselines(folder) if one.environment.fingerprint in here]
+    kept = [one.record for one in list_baselines(folder) if one.environment.fingerprint in here]
     return [
         Case(
-            implementation=one.record.implementation,
-            workload=one.record.workload,
-            status="missing" if one.record.workload.id in asked else "not_measured",
-            reason=MISSING if one.record.workload.id in asked else "has a baseline, but its workload was not run",
+            implementation=record.implementation,
+            workload=record.workload,
+            status="missing" if record.workload.id in asked else "not_measured",
+            reason=MISSING if record.workload.id in asked else "has a baseline, but its workload was not run",
         )
-        for one in kept
-        if one.record.cell.id not in measured
+        for record in kept
+        if record.cell.id not in measured
     ]
 
 
 def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
     """Raise UsageError if the machines of two runs, or of their anchors, differ in a hard fact or are not known."""
     for old, new in _judged_pairs(baseline, current):
-        here = _known(old, "baseline", anchors_beside(old, baseline))
-        there = _known(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
+        here = _known_environment(old, "baseline", anchors_beside(old, baseline))
+        there = (
+            _known_environment(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
+        )
         if there is None or (is_anchor(old) and here.framework != there.framework):
             continue  # a worker that never started; anchors of two frameworks are not compared anyway
         found = differences(here, there)
         if found:
-            raise UsageError(f"the two runs are not comparable: of {new.cell.id} {'; '.join(found)}. {MEASURE_BOTH}")
+            raise UsageError(f"the two runs are not comparable: for {new.cell.id}, {'; '.join(found)}. {MEASURE_BOTH}")
 
 
 def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iterator[tuple[Ok, Record]]:
@@ -153,23 +156,23 @@ def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iter
         yield from ((judges[one.implementation], one) for one in judged if one.implementation in judges)
 
 
-def _known(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
+def _known_environment(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
     """Return the environment of a record; raises UsageError if it is not known, or if anchors beside it are of another
     machine."""
     here = record.environment
     if here is None or not here.device_name:
         field = "environment" if here is None else "device_name"
         raise UsageError(
-            f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is not known. "
+            f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is unknown. "
             f"{MEASURE_BOTH}"
         )
     for anchor in anchors:
         there = anchor.environment
         if there is not None and here.device == there.device and (names := machine_differences(here, there)):
-            name = names[0]
+            ours, theirs = (_value_text(getattr(one, names[0])) for one in (here, there))
             raise UsageError(
-                f"the {run} run mixes machines: {name} of {record.cell.id} is {_shown(getattr(here, name))} and of "
-                f"{anchor.implementation} beside it {_shown(getattr(there, name))}. {MEASURE_BOTH}"
+                f"the {run} run mixes machines: {names[0]} of {record.cell.id} is {ours}, but that of "
+                f"{anchor.implementation} beside it is {theirs}. {MEASURE_BOTH}"
             )
     return here
 
@@ -178,7 +181,7 @@ def differences(a: Environment, b: Environment) -> list[str]:
     """Return the fields of the hard key in which b, the current one, differs from a, each with both values."""
     old, new = a.hard_key, b.hard_key
     found = [
-        f"{name} is {_shown(old[name])} in the baseline and {_shown(new[name])} in the current run"
+        f"{name} is {_value_text(old[name])} in the baseline and {_value_text(new[name])} in the current run"
         for name in old
         if name != "packages" and old[name] != new[name]
     ]
@@ -190,7 +193,7 @@ def differences(a: Environment, b: Environment) -> list[str]:
     ]
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, tuple):
         return ".".join(str(part) for part in value)
     return "unknown" if value in ("", None) else str(value)
@@ -204,7 +207,7 @@ def cases_of_runs(baseline: Sequence[Record], current: Sequence[Record], floor_o
         asked = floor_of(record.implementation, record.workload.id) if floor_of else STORED_FLOOR
         a, b = old.get(cell), new.get(cell)
         if a is None or b is None:
-            cases.append(_one_sided(a, b))
+            cases.append(_case_of_one_run(a, b))
         else:
             cases.append(_case(a, b, baseline, current, max(asked, STORED_FLOOR)))
     return _corrected(cases)
@@ -225,23 +228,29 @@ def compare_records(
     Slower or faster only if both anchors agree. A measurement is the same as itself, whatever its anchors. Times by
     different clocks are compared by a clock that both records hold, if there is one.
     """
-    anchors_a, anchors_b = anchors_beside(a, run_a), anchors_beside(b, run_b)
-    problem = _lacks(a, b, run_a, run_b)
+    pairs: list[tuple[Ok, Ok]] = []  # the cell in both runs, then each anchor beside it
+    problem = _missing_times(a, b, run_a, run_b)
     if not problem:
-        pairs = [_by_one_clock(*pair) for pair in _counterparts(a, b, anchors_a, anchors_b)]
-        (a, b), anchors_a, anchors_b = pairs[0], [one for one, _ in pairs[1:]], [one for _, one in pairs[1:]]
-        problem = _unlike(pairs)
+        anchors_a, anchors_b = ({r.implementation: r for r in anchors_beside(*at)} for at in ((a, run_a), (b, run_b)))
+        bare = [(a, b), *((anchors_a[name], anchors_b[name]) for name in NAMES)]
+        pairs = [cast(tuple[Ok, Ok], tuple(on_one_clock(pair))) for pair in bare]
+        a, b = pairs[0]
+        problem = _why_unlike(pairs)
     same = _is_one_measurement(a, b)
     if same and not sitting_of(a):  # short times of a coarse clock may agree by chance: the anchors must agree as well
-        same = not problem and all(_is_one_measurement(*pair) for pair in _counterparts(a, b, anchors_a, anchors_b))
+        same = not problem and all(_is_one_measurement(*pair) for pair in pairs)
     if problem and not same:
         return replace(_untimed(a, b, problem), floor=floor)
     if same:
         ratios, verdict, reason = dict.fromkeys(NAMES, Ratio(1.0, 1.0, 1.0)), "same", SAME_MEASUREMENT
     else:
-        ratios = {name: _by_anchor(a, b, _named(anchors_a, name), _named(anchors_b, name)) for name in NAMES}
+        level = 1 - 2 * ALPHA
+        ratios = {
+            name: combine([paired_ratio(anchor_b, b, level), paired_ratio(anchor_a, a, level)], [1, -1])
+            for name, (anchor_a, anchor_b) in zip(NAMES, pairs[1:])
+        }
         verdict, reason = _verdict(list(ratios.values()), floor), ""
-        shaky = _shaky([a, b, *anchors_a, *anchors_b])
+        shaky = _why_imprecise([record for pair in pairs for record in pair])
         if shaky and verdict in ("same", "inconclusive"):
             verdict, reason = "inconclusive", shaky
     estimates = {name: _estimate(name, ratio, a, b, floor) for name, ratio in ratios.items()}
@@ -256,18 +265,6 @@ def compare_records(
     )
 
 
-def _by_one_clock(a: Ok, b: Ok) -> tuple[Ok, Ok]:
-    first, second = on_one_clock([a, b])
-    assert isinstance(first, Ok)
-    assert isinstance(second, Ok)
-    return first, second
-
-
-def _counterparts(a: Ok, b: Ok, anchors_a: Sequence[Ok], anchors_b: Sequence[Ok]) -> list[tuple[Ok, Ok]]:
-    """Return the pairs of records to compare: the cell, then each anchor."""
-    return [(a, b), *((_named(anchors_a, name), _named(anchors_b, name)) for name in NAMES)]
-
-
 def _is_one_measurement(a: Ok, b: Ok) -> bool:
     """Return whether b's rounds are a's: a file against itself, or against the baseline saved from it."""
     if a.time is None or b.time is None or (a.time.sitting, a.time.clock) != (b.time.sitting, b.time.clock):
@@ -276,15 +273,16 @@ def _is_one_measurement(a: Ok, b: Ok) -> bool:
     return len(first) == len(second) and bool(np.all(np.abs(first - second) <= ROUNDING_NS))
 
 
-def _shaky(records: Sequence[Ok]) -> str:
+def _why_imprecise(records: Sequence[Ok]) -> str:
     """Return why these times cannot show that nothing changed; empty if they can."""
     for record in records:
         assert record.time is not None
         interval = record.time.ci95_ns
         half = None if interval is None else (interval[1] - interval[0]) / 2 / record.time.median_ns
         if half is None or half > SHAKY:
-            known = "from one round" if half is None else f"known to ±{half:.0%}"
-            return f"{record.implementation} is only {known}: measure both again with more --budget, or compare refs"
+            known = "comes from one round" if half is None else f"is known only to ±{half:.0%}"
+            remedy = "measure both again with a larger --budget, or compare refs"
+            return f"the time of {record.implementation} {known}: {remedy}"
     return ""
 
 
@@ -302,7 +300,7 @@ def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record]
     return replace(case, status="regression", reason=f"slower than the stored run: {ratios}")
 
 
-def _one_sided(a: Record | None, b: Record | None) -> Case:
+def _case_of_one_run(a: Record | None, b: Record | None) -> Case:
     record = a or b
     assert record is not None
     case = case_of(label(record), record.workload, None)
@@ -315,7 +313,7 @@ def _one_sided(a: Record | None, b: Record | None) -> Case:
     return replace(case, reason="not in the current run" if b is None else b.reason)
 
 
-def _lacks(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
+def _missing_times(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
     """Return which time is missing for a comparison; empty if all are there."""
     for record, run, name in ((a, run_a, "baseline"), (b, run_b, "current")):
         if record.time is None:
@@ -327,12 +325,14 @@ def _lacks(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> st
     return ""
 
 
-def _unlike(pairs: Sequence[tuple[Ok, Ok]]) -> str:
+def _why_unlike(pairs: Sequence[tuple[Ok, Ok]]) -> str:
     """Return which times are not of the same thing; empty if all are."""
     for old, new in pairs:
         if _kind(old) != _kind(new):
             kinds = " and ".join(" ".join(str(part) for part in _kind(one)) for one in (old, new))
-            return f"{old.implementation} was not measured alike in both runs ({kinds}): measure the baseline again"
+            return (
+                f"{old.implementation} was measured differently in the two runs ({kinds}): measure the baseline again"
+            )
     return ""
 
 
@@ -345,16 +345,10 @@ def _kind(record: Ok) -> tuple[str, ...]:
     return record.time.clock, framework, *(f"{name} {size}" for name, size in record.verified_at.shape.items())
 
 
-def _by_anchor(a: Ok, b: Ok, anchor_a: Ok, anchor_b: Ok) -> Ratio:
-    level = 1 - 2 * ALPHA
-    return combine([paired_ratio(anchor_b, b, level), paired_ratio(anchor_a, a, level)], [1, -1])
-
-
 def _verdict(ratios: Sequence[Ratio], floor: float) -> Verdict:
-    if all(one.low > 1 + floor for one in ratios):
-        return "slower"
-    if all(one.high < 1 / (1 + floor) for one in ratios):
-        return "faster"
+    for verdict in ("slower", "faster"):
+        if all(clears((one.low, one.high), verdict, floor) for one in ratios):
+            return verdict
     widest = 1 + STORED_SAME + max(0.0, floor - STORED_FLOOR)
     return "same" if all(1 / widest < one.low and one.high < widest for one in ratios) else "inconclusive"
 
@@ -363,7 +357,7 @@ def _estimate(name: str, ratio: Ratio, a: Ok, b: Ok, floor: float) -> Estimate:
     """Return the estimate by one anchor; a stored run is one launch, so both intervals come from its rounds."""
     assert a.time is not None
     assert b.time is not None
-    below, above = log(ratio.value / ratio.low) / Z, log(ratio.high / ratio.value) / Z
+    below, above = log(ratio.value / ratio.low) / Z, log(ratio.high / ratio.value) / Z  # standard errors
     return Estimate(
         metric=name,
         ratio=ratio.value,
@@ -399,7 +393,3 @@ def _untimed(a: Record, b: Record, reason: str) -> Comparison:
 
 def _without_times(record: Record) -> Record:
     return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record
-
-
-def _named(anchors: Sequence[Ok], name: str) -> Ok:
-    return next(one for one in anchors if one.implementation == name)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from attnbench.comparing.statistics import Decision, published
+from attnbench.comparing.statistics import Decision, clears, published
 from attnbench.comparison import Comparison, Launch
 from attnbench.printable import printable
 from attnbench.report import units
@@ -58,7 +58,7 @@ def _table(comparison: Comparison) -> Table:
             interval_text(estimate.t_interval),
             str(estimate.launches),
             str(estimate.pairs),
-            _seen(estimate.detectable) or units.DASH,
+            _slowdown_text(estimate.detectable) or units.DASH,
         )
     return table
 
@@ -73,11 +73,11 @@ def sentence(comparison: Comparison) -> str:
     )
     if not figures and comparison.ratio is not None:
         figures = ratio_and_interval(comparison.ratio, comparison.interval)
-    claim = f"{_claim(comparison, a, b)} ({figures})" if figures else _claim(comparison, a, b)
+    claim = f"{_claim_text(comparison, a, b)} ({figures})" if figures else _claim_text(comparison, a, b)
     return " · ".join(part for part in (claim, effort(comparison), comparison.reason) if part)
 
 
-def _claim(comparison: Comparison, a: str, b: str) -> str:
+def _claim_text(comparison: Comparison, a: str, b: str) -> str:
     if comparison.verdict == "same":
         return f"{b} is as fast as {a}"
     if comparison.verdict == "inconclusive":
@@ -86,13 +86,9 @@ def _claim(comparison: Comparison, a: str, b: str) -> str:
     if grounds is None:
         return f"{b} is {comparison.verdict} than {a}"
     by = f" by {grounds.metric} time" if grounds.metric else ""
-    return f"{b} is {_factor(grounds.ratio)} {comparison.verdict} than {a}{by}"
-
-
-def _factor(ratio: float) -> str:
-    """Return how many times as fast or slow, always above one."""
-    factor = max(ratio, 1 / ratio)
-    return f"{factor:.{3 if factor < 1.1 else 2 if factor < 10 else 1}f}x"
+    factor = max(grounds.ratio, 1 / grounds.ratio)
+    digits = 3 if factor < 1.1 else 2 if factor < 10 else 1
+    return f"{b} is {factor:.{digits}f}x {comparison.verdict} than {a}{by}"
 
 
 class Grounds(NamedTuple):
@@ -112,16 +108,11 @@ def grounds_of(comparison: Comparison) -> Grounds | None:
         return None
     published = Grounds("", comparison.ratio, comparison.interval)
     others = (Grounds(one.metric, one.ratio, one.interval) for one in comparison.estimates.values())
-    if comparison.verdict not in ("slower", "faster") or _clears(comparison, published):
+    if comparison.verdict not in ("slower", "faster"):
         return published
-    return next((one for one in others if _clears(comparison, one)), published)
-
-
-def _clears(comparison: Comparison, grounds: Grounds) -> bool:
-    low, high = grounds.interval or (0.0, float("inf"))
-    if comparison.verdict == "slower":
-        return low > 1 + comparison.floor
-    return high < 1 / (1 + comparison.floor)
+    claim = comparison.verdict, comparison.floor
+    certain = (one for one in (published, *others) if one.interval is not None and clears(one.interval, *claim))
+    return next(certain, published)
 
 
 def effort(comparison: Comparison) -> str:
@@ -130,12 +121,12 @@ def effort(comparison: Comparison) -> str:
     parts = [f"{launches} launch{'' if launches == 1 else 'es'}"] if launches else []
     if comparison.elapsed_s:
         parts.append(units.duration(comparison.elapsed_s * 1e9))
-    if seen := _seen(comparison.smallest_slowdown):
+    if seen := _slowdown_text(comparison.smallest_slowdown):
         parts.append(f"could have seen {seen}")
     return ", ".join(parts)
 
 
-def _seen(slowdown: float | None) -> str:
+def _slowdown_text(slowdown: float | None) -> str:
     """Return the slowdown as text; empty if none that matters would have been seen."""
     return "" if slowdown is None or slowdown > MOST else units.percent(slowdown)
 
@@ -145,11 +136,8 @@ def side_names(comparison: Comparison) -> tuple[str, str]:
     a, b = comparison.a, comparison.b
     if a != b or comparison.commit_a == comparison.commit_b:
         return a, b
-    return _at(a, comparison.commit_a), _at(b, comparison.commit_b)
-
-
-def _at(name: str, commit: str) -> str:
-    return f"{name} @ {commit[:12]}" if commit else name
+    at_a, at_b = (f" @ {commit[:12]}" if commit else "" for commit in (comparison.commit_a, comparison.commit_b))
+    return f"{a}{at_a}", f"{b}{at_b}"
 
 
 def ratio_and_interval(ratio: float, interval: Interval | None) -> str:
@@ -210,14 +198,10 @@ class ExperimentProgress:
 
     def __call__(self, launches: Sequence[Launch], decision: Decision | None) -> None:
         """Note that one more launch is over."""
-        if self._status is not None:
-            self._status.update(f"{self._title}{_words(len(launches), decision)}")
-
-
-def _words(launches: int, decision: Decision | None) -> str:
-    text = f"launch {launches}"
-    estimates = {} if decision is None else decision.estimates
-    if not estimates:
-        return text
-    best = estimates[published(tuple(estimates))]
-    return f"{text} · ratio {best.ratio:.3f} ({best.interval[0]:.3f}-{best.interval[1]:.3f})"
+        if self._status is None:
+            return
+        text = f"{self._title}launch {len(launches)}"
+        if decision is not None and decision.estimates:
+            main = decision.estimates[published(tuple(decision.estimates))]
+            text += f" · ratio {main.ratio:.3f} ({main.interval[0]:.3f}-{main.interval[1]:.3f})"
+        self._status.update(text)

@@ -2,11 +2,11 @@
 
 `ab.attention` takes masks as data that the choice depends on; copying a T x S array to the host at every step only to
 hash it would cost more than the attention. Here arrays stay on their device, and only implementations that take them as
-arguments are asked (`order.TAKE_ARRAYS`), the policies' entries for `dense` masks first: torch.sdpa (torch's own pick)
+arguments are asked (`choice.TAKE_ARRAYS`), the policies' entries for `dense` masks first: torch.sdpa (torch's own pick)
 and torch.eager, jax.cudnn, jax.xla and jax.einsum.
 
-Any other implementation, asked for by name, gets the array as `masks.dense`, which needs its values and so cannot be
-traced. A row that sees no key gives 0.
+Any other implementation that is asked for by name gets the array as `masks.dense`, which reads its values and so cannot
+be traced. A row that sees no key gives 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 
 from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.choice import chosen
+from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
 from attnbench.dispatch.demand import Demand, device_of, framework_of, pass_of, to_layout
-from attnbench.dispatch.hooks import torch_sdpa
-from attnbench.dispatch.order import TAKE_ARRAYS
-from attnbench.dispatch.plan import Plan, Plans, by_pass, jax_choices
+from attnbench.dispatch.plan import Plans, by_pass, jax_choices
+from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
@@ -57,8 +56,18 @@ def attention_with_array(
     """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)
-    _check_kinds(given, framework, q)
-    _check_dtypes(visible, bias)
+    if framework != "numpy":  # masks of NumPy calls are read as data, whatever their kind
+        _check_kinds(given, framework, q)
+    # Integers are ambiguous: 0 and 1 may mark visible pairs, or be added to the logits.
+    if visible is not None and not str(visible.dtype).endswith("bool"):
+        raise InvalidWorkload(
+            f"a mask of visible pairs must be boolean, not {visible.dtype}: convert it, as in mask != 0."
+        )
+    if bias is not None and str(bias.dtype).rpartition(".")[2] not in FLOATS:
+        raise InvalidWorkload(
+            f"a bias must be floating-point, not {bias.dtype}: other numbers are ambiguous, as they could be added to "
+            "the logits or mark visible pairs. Pass booleans (True is visible), as in mask != 0, or floats."
+        )
     takers = TAKE_ARRAYS.get(framework, ())
     if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
@@ -72,32 +81,17 @@ def attention_with_array(
 
 def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
     """Raise unless masks are arrays of the inputs' framework and device; JAX also takes NumPy's."""
-    if framework == "numpy":
-        return  # read as data, of whatever kind
     for array in given:
         if framework == "torch":
-            mine = hasattr(array, "requires_grad")
+            fits = hasattr(array, "requires_grad")
         else:
-            mine = hasattr(array, "dtype") and frameworks.of(array) in ("jax", "numpy")
-        if not mine:
+            fits = hasattr(array, "dtype") and frameworks.of(array) in ("jax", "numpy")
+        if not fits:
             raise InvalidWorkload(
-                f"the inputs are {framework} arrays, the mask is a {type(array).__name__}: make it a {framework} array."
+                f"the inputs are {framework} arrays, but the mask is of type {type(array).__name__}: convert the mask."
             )
         if framework == "torch" and array.device != q.device:
-            raise InvalidWorkload(f"the mask lies on {array.device} and the inputs on {q.device}: move one of them.")
-
-
-def _check_dtypes(visible: Array | None, bias: Array | None) -> None:
-    """Raise for a mask of integers: 0 and 1 may mean what is visible or what is added to the logits."""
-    if visible is not None and not str(visible.dtype).endswith("bool"):
-        raise InvalidWorkload(
-            f"a mask of what is visible is boolean, not {visible.dtype}: convert it, as in mask != 0."
-        )
-    if bias is not None and str(bias.dtype).rpartition(".")[2] not in FLOATS:
-        raise InvalidWorkload(
-            f"a bias is floating-point, not {bias.dtype}: numbers of another kind could be added to the logits or say "
-            "which pairs are visible. Pass booleans (True is visible), as in mask != 0, or floating-point logits."
-        )
+            raise InvalidWorkload(f"the mask is on {array.device}, but the inputs are on {q.device}: move the mask.")
 
 
 def _demand(
@@ -113,11 +107,22 @@ def _demand(
     return Demand(workload, framework, device_of(q, framework), False, "array", rules)
 
 
+def mask_of_keys(visible: np.ndarray, batch: int) -> AnyMask:
+    """Return the mask of visible keys [b or 1, kv]: full; lengths if the visible keys of each row come first; else
+    valid."""
+    if visible.all():
+        return masks.full()
+    lengths = visible.sum(axis=1)
+    if len(visible) == batch and (visible == (np.arange(visible.shape[1]) < lengths[:, None])).all():
+        return masks.lengths(lengths)
+    return masks.valid(visible)
+
+
 def _four_axes(array: Array, wanted: tuple[int, ...]) -> Array:
     shape = tuple(array.shape)
     padded = (1,) * (4 - len(shape)) + shape
     if len(shape) > 4 or any(have not in (1, want) for have, want in zip(padded, wanted)):
-        raise InvalidWorkload(f"the mask {shape} does not broadcast to [b, h, q, kv] = {list(wanted)}.")
+        raise InvalidWorkload(f"the mask of shape {shape} does not broadcast to [b, h, q, kv] = {list(wanted)}.")
     return array.reshape(padded)
 
 
@@ -130,21 +135,25 @@ def _torch(
     Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
     """
     if impl == "torch.sdpa" and softcap is not None:
-        raise Unsupported("torch.sdpa has no soft cap.")
+        raise Unsupported("torch.sdpa does not support softcap: ask for torch.eager.")
     # Fused kernels of a GPU round a bias; those of a CPU take float32 too.
     exact = bias is None or bias.dtype == q.dtype or (q.device.type == "cpu" and str(bias.dtype) == "torch.float32")
     if impl == "torch.sdpa" and not exact:
         assert bias is not None
         raise Unsupported(
-            f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU float32 too), and {q.dtype} would round "
-            f"this one of {bias.dtype}: cast it if that is meant, or ask for torch.eager."
+            f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU also in float32), and {q.dtype} would round "
+            f"this bias of {bias.dtype}: cast the bias if that is intended, or ask for torch.eager."
         )
     impl = "torch.eager" if impl == "auto" and not exact else impl  # the only one that takes such a bias
     impl = _torch_choice(impl, q, k, v, softcap, layout)
     tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
     wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])
     visible, bias = (None if array is None else _four_axes(array, wanted) for array in (visible, bias))
-    seen, bias = _torch_seen(visible, bias)
+    if bias is None:
+        seen: Any = visible
+    else:  # pairs with -inf are hidden, and the bias is made finite
+        finite = bias != float("-inf")
+        seen, bias = finite if visible is None else visible & finite, bias.masked_fill(~finite, 0.0)
     dead = ~seen.any(-1, keepdim=True)
     plain = impl == "torch.eager" or softcap is not None
     return with_torch_array(q, k, v, MaskTensors(seen, bias, dead), plain, scale, softcap, layout)
@@ -173,7 +182,7 @@ def with_torch_array(
     if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
-    out = torch_sdpa(q, k, v, attn_mask=weights, scale=factor, enable_gqa=group > 1)
+    out = native_sdpa(q, k, v, attn_mask=weights, scale=factor, enable_gqa=group > 1)
     return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
 
 
@@ -198,38 +207,29 @@ def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None
         if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
             return impl
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        return _chosen_now(outlines, impl, train, softcap is not None, layout)
+        return _chosen_name_now(outlines, impl, train, softcap is not None, layout)
     key = (
         impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train,
         softcap is None, layout, current(), registry.generation(), policy.generation(),
     )  # fmt: skip
-    found = _NAMES.get(key)
-    if found is None:
-        found = _chosen(q, k, v, impl, train, softcap is not None, layout)
-        _NAMES.put(key, Plan(found))
-    return found
+    name = _NAMES.get(key)
+    if name is None:
+        name = _chosen_name(q, k, v, impl, train, softcap is not None, layout)
+        _NAMES.put(key, name)
+    return name
 
 
 @constant_when_traced
-def _chosen_now(outlines: tuple[Any, ...], *rest: Any) -> str:
+def _chosen_name_now(outlines: tuple[Any, ...], *rest: Any) -> str:
     from attnbench.dispatch.torch_compile import Outline
 
     q, k, v = (Outline(*one) for one in outlines)
-    return _chosen(q, k, v, *rest)
+    return _chosen_name(q, k, v, *rest)
 
 
-def _chosen(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:
+def _chosen_name(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:
     demand = _demand(q, k, v, False, "train" if train else "forward", 1.0 if capped else None, layout, "torch")
     return chosen(impl, demand)[0].name
-
-
-def _torch_seen(visible: Array | None, bias: Array | None) -> tuple[Array, Array | None]:
-    """Return the visible pairs and a finite bias: pairs with -inf in the bias are hidden."""
-    if bias is None:
-        assert visible is not None
-        return visible, None
-    finite = bias != float("-inf")
-    return (finite if visible is None else visible & finite), bias.masked_fill(~finite, 0.0)
 
 
 def _jax(

@@ -1,21 +1,31 @@
-"""`ab.attention`: one call for torch, jax and numpy arrays. Light: nothing here measures or reports.
+"""`ab.attention`: one call for torch, jax and numpy arrays; and `ab.explain`: what such a call would use, and why.
 
 Everything that depends on shapes, types, device, gradients and arguments alone is looked up; a plan is made only for a
-new problem.
+new problem. Nothing here measures or reports.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
+
 from attnbench import policy, registry
-from attnbench.dispatch.demand import Words, device_of, framework_of, pass_of
+from attnbench.dispatch.choice import Candidate, PickDecision, decide, order_of, why_not, why_not_auto
+from attnbench.dispatch.demand import META, Demand, Words, demand_of, device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, planned
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask
-from attnbench.spec import Array
+from attnbench.policy import Choice
+from attnbench.printable import printable
+from attnbench.spec import Array, Workload
 from attnbench.tracing import is_fake
+
+NOT_ASKED = "can run, but neither a policy nor the fixed order names it: ask for it by name"
+CAN = "can run; "
+"""Beginning of the reason of a candidate that would be used if the candidates before it could not run."""
+NOT_REACHED = f"{CAN}the choice of a policy takes precedence over the fixed order"
 
 
 def attention(
@@ -35,7 +45,7 @@ def attention(
 
     `layout` is bshd, bhsd or packed ([b, s, heads * dim]; then `heads` is the number of heads, or (heads, kv_heads)).
     `impl` is a name (with settings in brackets if it has some), which is used or refused, or "auto": the choice of the
-    active policies, else the first of the fixed order of `attnbench.dispatch.order`, with a warning.
+    active policies, else the first of the fixed order of `attnbench.dispatch.choice`, with a warning.
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it if the
     implementation supports that (`lse_gradient`); with any other, asking for that gradient is an error.
     """
@@ -77,13 +87,97 @@ def attention(
     except (AttributeError, TypeError):  # several frameworks, or not a mask: `planned` refuses them
         key, run, train = None, None, _place_and_pass(q, k, v)[1]
     if run is None:
-        plan = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+        run, size = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
         if key is not None and not is_fake(q):  # a later call cannot use arrays made of fake ones
-            PLANS.put(key, plan)
-        run = plan.run
+            PLANS.put(key, run, size)
     return run(q, k, v)
 
 
 def _place_and_pass(q: Array, k: Array, v: Array) -> tuple[Any, bool]:
     framework = framework_of(q, k, v)
     return (device_of(q, framework), type(k), type(v)), pass_of(framework, q, k, v) == "train"
+
+
+class Explanation(Struct, frozen=True):
+    """The pick, and everything it was picked from."""
+
+    workload: Workload
+    device: str
+    pick: str | None
+    why: str
+    candidates: list[Candidate]
+    policy: str | None = None
+    """Name of the policy that the pick comes from."""
+    evidence: Choice | None = None
+    """Choice of that policy: its nearest shape (`measured`, `distance` in octaves), regret and `runner_up`."""
+    regret: float | None = None
+    """Expected time of the pick / time of the fastest; null without evidence."""
+    missed: tuple[str, ...] = ()
+    """Why the policies asked before had no choice."""
+
+    @property
+    def able(self) -> list[str]:
+        """Names of the pick and of what would replace it: alternatives of the policy, then the fixed order."""
+        names = [one.name for one in self.candidates if one.reason is None or one.reason.startswith(CAN)]
+        return sorted(names, key=lambda name: name != self.pick)
+
+    def __str__(self) -> str:
+        lines = [f"{self.workload.title} on {self.device}: {self.pick or 'nothing'} ({self.why})"]
+        lines += [f"  no choice: {reason}" for reason in self.missed]
+        lines += [f"  {one.name}: {one.reason or 'can run'}" for one in self.candidates]
+        return "\n".join(map(printable, lines))
+
+
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: AnyMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    layout: str = "bshd",
+    heads: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Explanation:
+    """Explain what `attention` would use for the same arguments: the pick, candidates, refusals and evidence."""
+    framework = framework_of(q, k, v)
+    train = pass_of(framework, q, k, v) == "train"
+    if framework == "torch":
+        q, k, v = under_autocast(q, k, v)
+    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+
+
+def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explanation:
+    """Explain a call of the forward pass, or of training."""
+    demand = demand_of(q, k, v, words, train)
+    decision = decide(words.impl, demand)
+    candidates, why, evidence = decision.candidates, decision.why, decision.evidence
+    if words.impl == "auto" and demand.device != META:
+        candidates = [*candidates, *_not_asked(decision, demand)]
+        if evidence is None and decision.pick is not None:
+            why += "; no measured policy covers it" if decision.missed else "; no measured policy is active"
+    return Explanation(
+        demand.workload, demand.device, decision.label, why, candidates, evidence and evidence.policy,
+        evidence and evidence.choice, evidence and evidence.regret, decision.missed,
+    )  # fmt: skip
+
+
+def _not_asked(decision: PickDecision, demand: Demand) -> list[Candidate]:
+    """Return the candidates that the decision did not reach: measured and slower, refusing, or used only by name."""
+    others: list[Candidate] = []
+    if decision.evidence is not None:
+        choice, asked = decision.evidence.choice, {one.name for one in decision.candidates}
+        for one in choice.alternatives:
+            if one.label not in asked:
+                refusal = why_not_auto(one.implementation, one.config, demand, choice.named)
+                slower = f"{CAN}measured at {one.ratio:.2f} times the time of {choice.label}"
+                others.append(Candidate(one.label, refusal or slower))
+    named = {one.name.partition("[")[0] for one in (*decision.candidates, *others)}
+    order = order_of(demand)
+    for one in map(registry.get, registry.loadable()[0]):
+        if one.framework == demand.framework and not one.step and one.name not in named:
+            reason = why_not(one.name, {}, demand) or (NOT_REACHED if one.name in order else NOT_ASKED)
+            others.append(Candidate(one.name, reason))
+    return others

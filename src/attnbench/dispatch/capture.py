@@ -1,13 +1,22 @@
 """`ab.capture`: the attention workloads that a model's step really computes, by any library.
 
-Seen are `ab.attention` (and with it everything that is registered, redirected or handed to Flax here), torch's
-`F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part of it and is not
-counted again, and neither is one that activation checkpointing makes again in the backward pass.
+Three functions are watched: `ab.attention` (and with it everything that is registered, redirected or handed to Flax
+here), torch's `F.scaled_dot_product_attention`, and `jax.nn.dot_product_attention`. A call within another one is part
+of it and is not counted again.
 
-What a compiler traces is seen while it is traced, counted once for each workload, and not when it runs: then there is
-no share, and a mask array, which has no values then, is written as `full` with a note. torch.compile notices that the
-function is another one and traces anew inside the block; a function that jax.jit has traced before is not seen. In JAX
-a call trains when `grad` is at work where it is traced; a `grad` outside of a `jit` is not seen from inside.
+A call that a compiler traces is seen while it is traced and counted once for each workload; it is not seen when the
+compiled code runs. Then there is no share, and a mask array, which has no values while it is traced, is written as
+`full` with a note. torch.compile notices that the function was replaced and traces again inside the block; a function
+that jax.jit has traced before is not seen. In JAX a call counts as training if `grad` is active while it is traced; a
+`grad` outside of a `jit` is not visible from inside.
+
+The time of a call is that of the forward around the call, and of the backward around the operators that autograd
+recorded. On a CPU torch computes when it is called, so the wall clock is right. On a GPU events are put into the stream
+and read at the end: nothing waits while the step runs.
+
+Activation checkpointing computes a region of the model again inside an operator of the backward pass, and attention
+with it. That is not counted as a separate call and is not timed. An operator in which it happens is timed from the end
+of the recomputation, if an exception through attention shows that end; else the operator is left out.
 """
 
 from __future__ import annotations
@@ -20,41 +29,46 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.dispatch import array_masks
-from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.capture_calls import (
     NESTED,
-    Seen,
+    SeenCall,
     clock_of,
-    from_outline,
     joined,
-    of_array_masks,
-    of_attention,
-    of_jax_nn,
-    of_sdpa,
-    outline_of_array_masks,
-    outline_of_attention,
-    outline_of_sdpa,
+    note_array_attention,
+    note_attention,
+    note_sdpa,
+    read_array_attention,
+    read_attention,
+    read_jax_nn,
+    read_outline,
+    read_sdpa,
     wants_gradient,
 )
-from attnbench.dispatch.capture_clock import METHODS, Recomputed, Span, in_backward
-from attnbench.dispatch.hooks import Hook, fast_path_off, sdpa_hook
+from attnbench.dispatch.torch_sdpa import Hook, fast_path_off, sdpa_hook
 from attnbench.errors import UsageError
 from attnbench.spec import Workload
 from attnbench.workloads.suite_file import write_suite
 
 SEEN_ONCE = "traced, so counted once however often it runs"
 TRACED = "attention was traced, and the compiled code that computes it cannot be timed"
-RECOMPUTED = "made again in the backward pass (checkpointing), which is neither counted nor timed"
-IN_BACKWARD = "made in a backward pass, and counted as a call of its own"
+RECOMPUTED = "recomputed in the backward pass (checkpointing), which is neither counted nor timed"
+IN_BACKWARD = "made in a backward pass, and counted as a separate call"
 LEFT_OUT = "an operator of its backward pass could not be separated from the recomputation, and is not timed"
 LESS = "without what the backward pass recomputes"
+METHODS = {
+    "cpu": "wall clock around each call and around the operators of its backward pass",
+    "cuda": "CUDA events around each call and around the operators of its backward pass",
+    "jax": "wall clock around each call, waiting for its arrays before and after",
+    "numpy": "wall clock around each call",
+}
+EARLY_STOP = "_StopRecomputationError"
+"""Name of the exception that torch.utils.checkpoint raises when it has recomputed all that it needs."""
 
 
 class Captured(Struct, frozen=True):
@@ -68,7 +82,7 @@ class Captured(Struct, frozen=True):
     note: str = ""
 
 
-class Calls:
+class CapturedCalls:
     """Calls of a step, their share of its time, and the gain of a faster kernel; filled when the block ends."""
 
     def __init__(self) -> None:
@@ -90,7 +104,7 @@ class Calls:
 
     @property
     def workloads(self) -> list[Workload]:
-        """Each workload once, the most frequent first, with where it was captured as its source."""
+        """Each workload once, the most frequent first; its source says where it was captured."""
         counts: Counter[str] = Counter()
         by_id: dict[str, Workload] = {}
         for one in self.captured:
@@ -119,10 +133,10 @@ class Calls:
     def gain(self, speedup: float) -> float:
         """Return how many times as fast the step becomes with attention `speedup` times as fast (Amdahl's law)."""
         if not speedup > 0:
-            raise UsageError(f"a speedup is a positive ratio, not {speedup!r}.")
+            raise UsageError(f"speedup must be a positive ratio, not {speedup!r}.")
         share = self.share
         if share is None:
-            raise UsageError(f"the share of attention is not known: {self.reason}.")
+            raise UsageError(f"the share of attention is unknown: {self.reason}.")
         share = min(share, 1.0)
         return 1 / (1 - share + share / speedup)
 
@@ -133,7 +147,7 @@ class Calls:
             raise UsageError(f"nothing was captured, so {path} would be empty: {self.reason}.")
         description = f"{len(self)} attention calls of a model's step, captured"
         if self.unread:
-            description += f"; {len(self.unread)} more have no workload of ours"
+            description += f"; {len(self.unread)} more cannot be written as workloads"
         write_suite(path, name or path.stem, description, self.workloads)
         return path
 
@@ -145,24 +159,24 @@ class Calls:
             lines.append(f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{time}{note}")
         lines += [f"{count:5} not captured: {why}" for why, count in Counter(self.unread).items()]
         if self.share is None:
-            lines.append(f"share of the step: not known, {self.reason}")
+            lines.append(f"share of the step: unknown ({self.reason})")
         else:
             lines.append(
                 f"attention takes about {self.share:.0%} of the step's {1e3 * (self.step_seconds or 0):.3g} ms "
-                f"({self.method}): twice as fast, it would make the step {self.gain(2):.2f}x as fast"
+                f"({self.method}); attention twice as fast would make the step {self.gain(2):.2f}x as fast"
             )
         return "\n".join(lines)
 
 
 @contextmanager
-def capture() -> Iterator[Calls]:
+def capture() -> Iterator[CapturedCalls]:
     """Record the attention calls of the block; the yielded object is filled when the block ends, also by an exception.
 
     `with ab.capture() as calls: step()`, then `print(calls)`, `calls.save("model.toml")` for `attnbench run`,
     `calls.share` and `calls.gain(1.5)`. Run the step once before, so that its time is not that of a first call. Torch's
     fused fast path of MultiheadAttention and TransformerEncoderLayer, which calls no function, is off meanwhile.
     """
-    calls, recorder, broken = Calls(), _Recorder(), ""
+    calls, recorder, broken = CapturedCalls(), _CallRecorder(), ""
     try:
         with ExitStack() as stack:
             if "torch" in sys.modules:
@@ -184,15 +198,15 @@ def capture() -> Iterator[Calls]:
 
 class _Call(NamedTuple):
     via: str
-    seen: Seen
+    seen: SeenCall
     span: Span | None
     wants_gradients: bool
     again: bool = False
     """Whether it was made in a backward pass."""
 
 
-class _Recorder:
-    """Calls in the order they were made."""
+class _CallRecorder:
+    """Attention calls of a step in the order they were made."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -200,16 +214,21 @@ class _Recorder:
         self._here = threading.local()
         self._recomputed = Recomputed()
 
-    def handler(self, via: str, read: Callable[..., Seen], outline: Callable[..., None] | None) -> Callable[..., Any]:
+    def handler(
+        self, via: str, read: Callable[..., SeenCall], outline: Callable[..., None] | None
+    ) -> Callable[..., Any]:
         """Return the handler of a hook that records each call of one function and makes it."""
 
         def note(wants: bool, *outlined: Any) -> None:
             if outlined:
-                self.calls.append(_Call(via, from_outline(read, *outlined), None, wants))
+                self.calls.append(_Call(via, read_outline(read, *outlined), None, wants))
             else:
                 self.unread.append(f"a call of {via} could not be read: {NESTED}")
 
-        compiling = _dynamo_at_work(note)
+        torch = sys.modules.get("torch")
+        compiling = (lambda: False) if torch is None else torch.compiler.is_dynamo_compiling
+        if torch is not None:  # while it traces, `note` is called with constants
+            torch.compiler.assume_constant_result(note)
 
         def handle(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if getattr(self._here, "inside", False):
@@ -258,33 +277,41 @@ class _Recorder:
         return out
 
 
-def _fill(calls: Calls, recorder: _Recorder, timed: bool) -> None:
+def _fill(calls: CapturedCalls, recorder: _CallRecorder, timed: bool) -> None:
     known: dict[Any, Any] = {}
     groups: dict[tuple[str, str, bool], Captured] = {}
     for call in sorted(recorder.calls, key=lambda one: one.again):
         try:
             workload, note = call.seen.workload(known)
         except Exception as error:
-            recorder.unread.append(f"a call of {call.via} has no workload of ours: {_first_line(error)}")
+            recorder.unread.append(f"a call of {call.via} cannot be written as a workload: {_first_line(error)}")
             continue
         trains = call.wants_gradients if call.span is None else call.span.has_backward
         workload = replace(workload, pass_="train" if trains else "forward")
         if call.span is None:
             groups[workload.id, call.via, True] = Captured(workload, 1, call.via, None, joined(SEEN_ONCE, note))
             continue
-        if call.again and not trains and (first := _made_before(groups, workload, call.via)) is not None:
-            groups[first] = replace(groups[first], note=joined(groups[first].note, RECOMPUTED))
-            continue
-        one = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
-        total = (one.seconds or 0.0) + call.span.seconds if timed else None
-        note = joined(one.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
-        groups[workload.id, call.via, False] = replace(one, count=one.count + 1, seconds=total, note=note)
+        if call.again and not trains:
+            keys = [(replace(workload, pass_=pass_).id, call.via, False) for pass_ in ("train", "forward")]
+            repeated = next((key for key in keys if key in groups), None)
+            if repeated is not None:
+                groups[repeated] = replace(groups[repeated], note=joined(groups[repeated].note, RECOMPUTED))
+                continue
+        group = groups.get((workload.id, call.via, False), Captured(workload, 0, call.via, 0.0))
+        total = (group.seconds or 0.0) + call.span.seconds if timed else None
+        note = joined(group.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
+        groups[workload.id, call.via, False] = replace(group, count=group.count + 1, seconds=total, note=note)
     calls.captured = sorted(groups.values(), key=lambda one: -one.count)
     calls.unread = tuple(recorder.unread)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
     less = LESS if any(RECOMPUTED in one.note or LEFT_OUT in one.note for one in calls) else ""
     calls.method = joined(*(METHODS[kind] for kind in sorted(kinds)), less)
-    calls.reason = _why_no_share(recorder)
+    if recorder.unread:
+        calls.reason = recorder.unread[0]
+    elif not recorder.calls:
+        calls.reason = "no attention call was seen (it was compiled before, or uses a function that is not watched)"
+    else:
+        calls.reason = TRACED if any(call.span is None for call in recorder.calls) else ""
 
 
 def _first_line(error: Exception) -> str:
@@ -292,52 +319,22 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _made_before(groups: dict[tuple[str, str, bool], Captured], workload: Workload, via: str) -> Any:
-    """Return the key of the calls that a call in a backward pass repeats; None if it repeats none."""
-    keys = [(replace(workload, pass_=one).id, via, False) for one in ("train", "forward")]
-    return next((key for key in keys if key in groups), None)
-
-
-def _why_no_share(recorder: _Recorder) -> str:
-    if recorder.unread:
-        return recorder.unread[0]
-    if not recorder.calls:
-        return "no attention call was seen (compiled before, or not made through a function we know)"
-    return TRACED if any(call.span is None for call in recorder.calls) else ""
-
-
-def _hooks() -> Iterator[tuple[Hook, str, Callable[..., Seen], Callable[..., None] | None]]:
+def _hooks() -> Iterator[tuple[Hook, str, Callable[..., SeenCall], Callable[..., None] | None]]:
     """Yield the hooks of the frameworks that are loaded: a model cannot run in one that is not."""
-    attention, with_array = _own_hooks()
-    yield attention, "ab.attention", of_attention, outline_of_attention
-    yield _hook("attnbench.dispatch.decode", "attend"), "ab.attention", partial(of_attention, layout="bhsd"), None
-    yield with_array, "ab.attention", of_array_masks, outline_of_array_masks
+    attention = _hook("attnbench.dispatch.attention", "attention")
+    yield attention, "ab.attention", read_attention, note_attention
+    yield _hook("attnbench.dispatch.decode", "attend"), "ab.attention", partial(read_attention, layout="bhsd"), None
+    with_array = _hook("attnbench.dispatch.array_masks", "attention_with_array")
+    yield with_array, "ab.attention", read_array_attention, note_array_attention
     if "torch" in sys.modules:
-        yield sdpa_hook(), "F.scaled_dot_product_attention", of_sdpa, outline_of_sdpa
+        yield sdpa_hook(), "F.scaled_dot_product_attention", read_sdpa, note_sdpa
     if "jax" in sys.modules:
-        yield _hook("jax.nn", "dot_product_attention"), "jax.nn.dot_product_attention", of_jax_nn, None
-
-
-@cache
-def _own_hooks() -> tuple[Hook, Hook]:
-    return (
-        Hook(dispatch.attention, "attnbench.dispatch.attention"),
-        Hook(array_masks.attention_with_array, "attnbench.dispatch.array_masks"),
-    )
+        yield _hook("jax.nn", "dot_product_attention"), "jax.nn.dot_product_attention", read_jax_nn, None
 
 
 @cache
 def _hook(module: str, name: str) -> Hook:
     return Hook(getattr(import_module(module), name), module)
-
-
-def _dynamo_at_work(note: Callable[..., None]) -> Callable[[], bool]:
-    """Return a function that says whether torch.compile traces; while it does, it calls `note` with constants."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return lambda: False
-    torch.compiler.assume_constant_result(note)
-    return torch.compiler.is_dynamo_compiling
 
 
 def _first_three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -355,3 +352,104 @@ def _synchronise() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+class Recomputed(threading.local):
+    """Calls inside the operators of a backward pass, as seen by the thread that runs them."""
+
+    count = 0
+    over: Any = None
+    """Clock and time at which the last of these calls ended the recomputation; None if the recomputation went on."""
+
+    def note(self, over: Any) -> None:
+        """Count one more recomputed call."""
+        self.count, self.over = self.count + 1, over
+
+
+class Span:
+    """Time intervals of one call, read when everything has run."""
+
+    def __init__(self, kind: str, recomputed: Recomputed) -> None:
+        self.kind = kind
+        self._recomputed = recomputed
+        self._intervals: list[tuple[Any, Any]] = []
+        self._open: dict[int, tuple[Any, int]] = {}
+        self.has_backward = False
+        self.left_out = False
+        """Whether an operator of the backward pass could not be timed."""
+
+    def now(self) -> Any:
+        """Return a point in time on the clock of the kind."""
+        if self.kind != "cuda":
+            return perf_counter_ns()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def around(self, call: Callable[[], Any]) -> Any:
+        """Run the forward call and record its interval."""
+        start = self.now()
+        out = call()
+        self._intervals.append((start, self.now()))
+        return out
+
+    def around_again(self, call: Callable[[], Any]) -> Any:
+        """Run the call in a backward pass, and count it for the operator that is being timed."""
+        over = None
+        try:
+            return self.around(call)
+        except Exception as error:
+            over = (self.kind, self.now()) if type(error).__name__ == EARLY_STOP else None
+            raise
+        finally:
+            self._recomputed.note(over)
+
+    def watch_backward(self, out: Any, inputs: tuple[Any, ...]) -> None:
+        """Time each node of the graph between the output and the inputs when autograd runs it."""
+        for node in list(_nodes_between(out.grad_fn, {getattr(x, "grad_fn", None) for x in inputs})):
+            key = id(node)
+            node.register_prehook(lambda *_, key=key: self._begin(key))
+            node.register_hook(lambda *_, key=key: self._end(key))
+
+    def _begin(self, key: int) -> None:
+        self.has_backward = True
+        self._open[key] = self.now(), self._recomputed.count
+
+    def _end(self, key: int) -> None:
+        if key not in self._open:
+            return
+        start, count = self._open.pop(key)
+        if count != self._recomputed.count:
+            kind, over = self._recomputed.over or (None, None)
+            start = over if kind == self.kind else None
+        if start is None:
+            self.left_out = True
+        else:
+            self._intervals.append((start, self.now()))
+
+    @property
+    def seconds(self) -> float:
+        """Length of all intervals; on a GPU the caller has synchronised."""
+        if self.kind == "cuda":
+            return sum(start.elapsed_time(end) for start, end in self._intervals) / 1e3
+        return sum(end - start for start, end in self._intervals) / 1e9
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs an operator of a backward pass in this thread; checkpointing asks the same way."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1
+
+
+def _nodes_between(first: Any, stops: set[Any]) -> Iterator[Any]:
+    """Yield the nodes between `first` and the nodes that made the inputs, without the latter and without leaves."""
+    waiting, seen = [first], set(stops)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or type(node).__name__ == "AccumulateGrad":
+            continue
+        seen.add(node)
+        yield node
+        waiting += [parent for parent, _ in node.next_functions]

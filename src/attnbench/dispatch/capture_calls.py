@@ -1,6 +1,6 @@
-"""Calls of attention functions read into workloads: shapes, dtypes and masks, without holding on to the arrays.
+"""Workloads read from calls of attention functions: shapes, dtypes and masks, without keeping the arrays.
 
-Mask arrays are read when the step is over, and recognised as the mask that a model meant when it made them. Under
+Mask arrays are read when the step is over, and recognised as the mask from which the model made them. Under
 torch.func.vmap an array has the shape of one example, and the kernel runs with all of them.
 """
 
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnbench import frameworks, masks
+from attnbench.dispatch.array_masks import mask_of_keys
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.torch.internals import dtype_under_autocast
 from attnbench.impls._arguments import workload_of
-from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks import Align, AnyMask, MaskShape
 from attnbench.masks.base import to_numpy
 from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Workload
@@ -29,28 +30,29 @@ UNKNOWN = object()
 VARIES = object()
 """Placeholder of a mask array that differs between the examples of vmap."""
 UNKNOWN_MASK = "its mask array has values only at run time: written as full"
-DROPOUT = "it asked for dropout, which no workload has: written without"
+DROPOUT = "it asked for dropout, which workloads do not have: written without dropout"
 VARIED_MASK = "its mask array differs between the examples of vmap: written as full"
 ALL_EXAMPLES = "called under vmap: its {} examples are written as one batch"
 ONE_EXAMPLE = "called under vmap: written as one of its {} examples"
-NESTED = "its tensors are nested, which have no one shape"
+NESTED = "its tensors are nested and have no single shape"
 CHANGED_MASK = "its mask array was changed in place after the call: written as it was at the end"
-ALIGNMENTS = ("bottom-right", "top-left")
+ALIGNMENTS: tuple[Align, ...] = ("bottom-right", "top-left")
 HIDES = -6e4
-"""Number added to a logit that leaves nothing of its weight; the least float16 is below it."""
+"""Largest number that hides a pair if it is added to its logit; the least float16 is below it."""
 
 
-class Form(NamedTuple):
+class ArrayForm(NamedTuple):
     """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
-class Seen(NamedTuple):
-    """One call; `arrays` are its mask arrays with their versions, to be read when the step is over."""
+class SeenCall(NamedTuple):
+    """One call of an attention function; `arrays` are its mask arrays with their versions, read when the step is
+    over."""
 
-    forms: tuple[Form, Form, Form]
+    forms: tuple[ArrayForm, ArrayForm, ArrayForm]
     mask: AnyMask | None
     arrays: tuple[tuple[Array, int | None], ...]
     options: dict[str, Any]
@@ -78,7 +80,7 @@ class Seen(NamedTuple):
         if options["layout"] != "packed" and options["scale"] == self.forms[0].shape[-1] ** -0.5:
             options = options | {"scale": None}
         bare = workload_of(*self.forms, **options)
-        found: list[Any] = [] if self.mask is None else [self.mask]
+        parts: list[Any] = [] if self.mask is None else [self.mask]
         note = self.note
         for array, version in self.arrays:
             if array is VARIES or is_traced(array):
@@ -88,8 +90,8 @@ class Seen(NamedTuple):
             key = (id(array), bare.mask_shape)
             if key not in known:
                 known[key] = recognise(array, bare.mask_shape)
-            found.append(known[key])
-        mask = reduce(and_, found) if found else None
+            parts.append(known[key])
+        mask = reduce(and_, parts) if parts else None
         return workload_of(*self.forms, **options, mask=mask), note
 
 
@@ -99,40 +101,40 @@ def joined(*notes: str) -> str:
     return "; ".join(dict.fromkeys(parts))
 
 
-def of_attention(
+def read_attention(
     q: Array, k: Array, v: Array, *, mask: Any = None, scale: Any = None, softcap: Any = None, layout: str = "bshd",
     heads: Any = None, **_: Any,
-) -> Seen:  # fmt: skip
+) -> SeenCall:  # fmt: skip
     """Read a call of `ab.attention`."""
     options = {"scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
-    return _seen(q, k, v, mask=mask, options=options)
+    return _read(q, k, v, mask=mask, options=options)
 
 
-def of_array_masks(
+def read_array_attention(
     q: Array, k: Array, v: Array, *, visible: Any = None, bias: Any = None, scale: Any = None, softcap: Any = None,
     layout: str = "bshd", **_: Any,
-) -> Seen:  # fmt: skip
+) -> SeenCall:  # fmt: skip
     """Read a call of `attention_with_array`."""
     options = {"scale": scale, "softcap": softcap, "layout": layout}
-    return _seen(q, k, v, arrays=(visible, bias), options=options)
+    return _read(q, k, v, arrays=(visible, bias), options=options)
 
 
-def of_sdpa(
+def read_sdpa(
     query: Array, key: Array, value: Array, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-) -> Seen:  # fmt: skip
+) -> SeenCall:  # fmt: skip
     """Read a call of torch's SDPA: any number of leading axes, causal aligned top-left; dropout becomes a note."""
     mask = masks.causal("top-left" if query.shape[-2] != key.shape[-2] else "bottom-right") if is_causal else None
-    seen = _seen(query, key, value, mask=mask, arrays=(attn_mask,), options={"scale": scale, "layout": "bhsd"})
-    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in seen.forms)
-    return seen._replace(forms=forms, note=DROPOUT if dropout_p else "")
+    call = _read(query, key, value, mask=mask, arrays=(attn_mask,), options={"scale": scale, "layout": "bhsd"})
+    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in call.forms)
+    return call._replace(forms=forms, note=DROPOUT if dropout_p else "")
 
 
-def of_jax_nn(
+def read_jax_nn(
     query: Array, key: Array, value: Array, bias: Any = None, mask: Any = None, *, scale: Any = None,
     is_causal: bool = False, key_value_seq_lengths: Any = None, query_seq_lengths: Any = None,
     local_window_size: Any = None, **_: Any,
-) -> Seen:  # fmt: skip
+) -> SeenCall:  # fmt: skip
     """Read a call of `jax.nn.dot_product_attention`: [b, t, heads, dim] or no batch; masks aligned top-left."""
     align = "top-left" if query.shape[-3] != key.shape[-3] else "bottom-right"
     parts: list[Any] = [masks.causal(align)] if is_causal else []
@@ -140,28 +142,28 @@ def of_jax_nn(
         sides = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
         parts.append(masks.window(int(sides[0]), 0 if is_causal else int(sides[1]), align))
     if query_seq_lengths is not None:
-        raise InvalidWorkload("query_seq_lengths has no mask of ours.")
+        raise InvalidWorkload("query_seq_lengths cannot be expressed as a mask of attnbench.")
     arrays = [bias, mask]
     if key_value_seq_lengths is not None and not is_traced(key_value_seq_lengths):
         parts.append(masks.lengths(key_value_seq_lengths))
     elif key_value_seq_lengths is not None:
         arrays.append(key_value_seq_lengths)
     whole = reduce(and_, parts) if parts else None
-    seen = _seen(query, key, value, mask=whole, arrays=tuple(arrays), options={"scale": scale, "layout": "bshd"})
-    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in seen.forms)
-    return seen._replace(forms=forms)
+    call = _read(query, key, value, mask=whole, arrays=tuple(arrays), options={"scale": scale, "layout": "bshd"})
+    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in call.forms)
+    return call._replace(forms=forms)
 
 
-def _seen(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> Seen:
+def _read(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> SeenCall:
     if any(getattr(x, "is_nested", False) for x in (q, k, v)):
         raise InvalidWorkload(NESTED)
-    forms: Any = tuple(Form(tuple(x.shape), _dtype(x)) for x in (q, k, v))
+    forms: Any = tuple(ArrayForm(tuple(x.shape), _dtype(x)) for x in (q, k, v))
     arrays = [array for array in arrays if array is not None]
     kept = tuple((VARIES, None) if _vmap_levels(array) else (array, _version(array)) for array in arrays)
     sizes: dict[int, int] = {}
     for array in (q, k, v, *arrays):
         sizes |= _vmap_levels(array)
-    return Seen(forms, mask, kept, options, examples=prod(sizes.values()))
+    return SeenCall(forms, mask, kept, options, examples=prod(sizes.values()))
 
 
 def _dtype(array: Array) -> Any:
@@ -185,7 +187,7 @@ Note = Callable[..., None]
 """Function called while torch.compile traces, so its arguments are constants."""
 
 
-def outline_of_sdpa(
+def note_sdpa(
     note: Note, query: Array, key: Array, value: Array, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> None:  # fmt: skip
@@ -193,7 +195,7 @@ def outline_of_sdpa(
     note(*_outlines(query, key, value), attn_mask is not None, ("is_causal", is_causal, "scale", scale))
 
 
-def outline_of_attention(
+def note_attention(
     note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, scale: float | None = None,
     softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
 ) -> None:  # fmt: skip
@@ -202,7 +204,7 @@ def outline_of_attention(
     note(*_outlines(q, k, v), False, words)
 
 
-def outline_of_array_masks(
+def note_array_attention(
     note: Note, q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float | None = None,
     layout: str = "bshd", **_: Any,
 ) -> None:  # fmt: skip
@@ -219,15 +221,20 @@ def _outlines(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
     return wants, *[(tuple([guard_scalar(size) for size in x.shape]), _dtype(x)) for x in (q, k, v)]
 
 
-def from_outline(read: Callable[..., Seen], q: Any, k: Any, v: Any, has_mask: bool, words: tuple[Any, ...]) -> Seen:
+def read_outline(
+    read: Callable[..., SeenCall], q: Any, k: Any, v: Any, has_mask: bool, words: tuple[Any, ...]
+) -> SeenCall:
     """Return the call that an outline describes."""
-    forms = (Form(*one) for one in (q, k, v))
-    array = {"attn_mask" if read is of_sdpa else "visible": UNKNOWN} if has_mask else {}
+    forms = (ArrayForm(*one) for one in (q, k, v))
+    array = {"attn_mask" if read is read_sdpa else "visible": UNKNOWN} if has_mask else {}
     options = dict(zip(words[::2], words[1::2]))
     if "mask" in options:
         options["mask"] = mask_of(options["mask"])
-    seen, inside = read(*forms, **array, **options), _examples_here()
-    return seen if inside == 1 else seen._replace(note=joined(seen.note, ONE_EXAMPLE.format(inside)))
+    call = read(*forms, **array, **options)
+    functorch = sys.modules["torch"]._C._functorch
+    levels = [one for one in functorch.get_interpreter_stack() or () if one.key() == functorch.TransformType.Vmap]
+    examples = prod(functorch.CVmapInterpreterPtr(level).batchSize() for level in levels)
+    return call if examples == 1 else call._replace(note=joined(call.note, ONE_EXAMPLE.format(examples)))
 
 
 def is_traced(array: Array) -> bool:
@@ -261,29 +268,19 @@ def clock_of(array: Array) -> str | None:
     return array.device.type if array.device.type in ("cpu", "cuda") else None
 
 
-def _examples_here() -> int:
-    """Return how many examples the levels of vmap around this code have, whether an array varies in them or not."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return 1
-    functorch = torch._C._functorch
-    vmaps = [one for one in functorch.get_interpreter_stack() or () if one.key() == functorch.TransformType.Vmap]
-    return prod(functorch.CVmapInterpreterPtr(one).batchSize() for one in vmaps)
-
-
 def _vmap_levels(array: Any) -> dict[int, int]:
     """Return level of vmap -> number of examples of a tensor; empty if it is the same for all examples."""
     torch = sys.modules.get("torch")
-    found: dict[int, int] = {}
+    levels: dict[int, int] = {}
     if torch is None or not isinstance(array, torch.Tensor):
-        return found
+        return levels
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(array):  # levels of torch.func.grad lie between those of vmap
         inner = functorch.get_unwrapped(array)
         if functorch.is_batchedtensor(array):
-            found[functorch.maybe_get_level(array)] = inner.shape[functorch.maybe_get_bdim(array)]
+            levels[functorch.maybe_get_level(array)] = inner.shape[functorch.maybe_get_bdim(array)]
         array = inner
-    return found
+    return levels
 
 
 def recognise(array: Any, shape: MaskShape) -> AnyMask:
@@ -298,33 +295,18 @@ def recognise(array: Any, shape: MaskShape) -> AnyMask:
         values = values == 0
     if values.shape[1] > 1:
         return masks.dense(values)
-    seen = np.broadcast_to(values, (values.shape[0], 1, shape.q_len, shape.kv_len))[:, 0]
-    real = _real_keys(np.any(seen, axis=1), shape)
-    for mask in _candidates(seen, shape):
+    visible = np.broadcast_to(values, (values.shape[0], 1, shape.q_len, shape.kv_len))[:, 0]
+    real = mask_of_keys(np.any(visible, axis=1), shape.batch)
+    candidates: list[Any] = [masks.full(), *map(masks.causal, ALIGNMENTS)]
+    if visible.any():
+        _, rows, keys = np.nonzero(visible)
+        for align in ALIGNMENTS:
+            at = rows + (shape.kv_len - shape.q_len if align == "bottom-right" else 0)
+            left, right = int((at - keys).max()), int((keys - at).max())
+            if left >= 0 and right >= 0:
+                candidates += [masks.window(left, right, align), masks.window(left, None, align)]
+    for mask in candidates:
         whole = mask & real
-        if (np.broadcast_to(whole.array(shape), (shape.batch, 1, *seen.shape[1:]))[:, 0] == seen).all():
-            return whole  # pyright: ignore[reportReturnType]
+        if (np.broadcast_to(whole.array(shape), (shape.batch, 1, *visible.shape[1:]))[:, 0] == visible).all():
+            return whole
     return masks.dense(values)
-
-
-def _candidates(seen: np.ndarray, shape: MaskShape) -> list[AnyMask]:
-    found: list[AnyMask] = [masks.full(), *(masks.causal(align) for align in ALIGNMENTS)]  # pyright: ignore
-    if not seen.any():
-        return found
-    _, rows, keys = np.nonzero(seen)
-    for align in ALIGNMENTS:
-        at = rows + (shape.kv_len - shape.q_len if align == "bottom-right" else 0)
-        left, right = int((at - keys).max()), int((keys - at).max())
-        if left >= 0 and right >= 0:
-            found += [masks.window(left, right, align), masks.window(left, None, align)]  # pyright: ignore
-    return found
-
-
-def _real_keys(keys: np.ndarray, shape: MaskShape) -> AnyMask:
-    """Return a mask of the keys [b or 1, kv] that any query sees."""
-    if keys.all():
-        return masks.full()
-    lengths = keys.sum(axis=1)
-    if len(keys) == shape.batch and (keys == (np.arange(shape.kv_len) < lengths[:, None])).all():
-        return masks.lengths(lengths)
-    return masks.valid(keys)

@@ -1,4 +1,24 @@
-"""Which implementation a call uses: the one named, else that of the active policies, else the first of the fixed order.
+"""Which implementation a call uses: the one named, else that of the active policies, else the first of a fixed order.
+
+| framework | fixed order | why |
+| --- | --- | --- |
+| torch on an accelerator | sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, eager | fused first; eager takes every mask |
+| torch on Apple's mps | sdpa, eager | the backends cannot be pinned there |
+| torch on a CPU | sdpa-flash, eager | flex would compile for seconds at the first call |
+| jax | cudnn, xla, einsum | fused first; einsum takes every mask |
+| numpy | float32, reference | float64 arrays need the second |
+
+First of all, torch and jax try an implementation of the dilated mask (dilated-improved, dilated), which takes no other
+mask.
+
+An implementation that compiles for seconds at every build (`compiles_each_plan`: flex) comes after eager if its plan
+may serve only one call: without gradients (the lengths of prompts and caches vary) and if the mask carries data
+(lengths, documents, arrays), as long as eager's scores take at most MOST_SCORES.
+
+An implementation that supports a call, but raises Unsupported when it runs, is left out of the automatic choices of
+this process for calls of the same class: device, pass, dtype, kind of mask, head dims, soft cap, LSE and torch's
+settings are equal, heads are grouped in both or in neither, and sizes have the same power of two. A wider class would
+leave a kernel out for sizes that it can compute, a narrower one would try it again at every new length.
 
 If no measured policy covers a call, that is reported once per kind of call: a warning, an error or nothing (setting
 `on_miss`). An active policy that does not hold here (stale, or of another device) is reported once as well, even if
@@ -9,26 +29,63 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
-from attnbench import policy, registry
-from attnbench.dispatch.demand import META, Demand
-from attnbench.dispatch.order import Candidate, compiles_in_vain, order_of, why_not, why_not_auto
-from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported
-from attnbench.policy import Choice, Policy
-from attnbench.printable import printable
-from attnbench.spec import Config, Environment, Implementation
+from msgspec.structs import replace
 
+from attnbench import policy, registry
+from attnbench.dispatch.demand import META, Demand, Form, environment_of
+from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
+from attnbench.impls.partial.torch_choice import ruled_out
+from attnbench.policy import Choice, Policy
+from attnbench.policy.policy import label_of
+from attnbench.printable import printable
+from attnbench.spec import Config, Environment, Implementation, Workload
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "torch": (
+        "torch.dilated-improved", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.flex",
+        "torch.eager",
+    ),
+    "jax": ("jax.dilated", "jax.cudnn", "jax.xla", "jax.einsum"),
+    "numpy": ("numpy.float32", "numpy.reference"),
+}  # fmt: skip
+MPS_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.eager")
+CPU_ORDER: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
+    "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
+}
+TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.sdpa", "torch.eager"),
+    "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
+}
+"""Framework -> implementations that take a mask as an array of each call (attnbench.dispatch.array_masks), in order."""
+OF_DATA = ("lengths", "valid", "documents", "block_causal", "dense")
+"""Kinds of masks that carry data, which usually differs from call to call."""
+FEW_QUERIES = 16
+"""Most queries of a call that counts as decoding, in which the number of keys grows from call to call."""
+MOST_SCORES = 1 << 30
+"""Most bytes of logits for which `auto` prefers storing them to compiling for what may be one call."""
+MOST_FAILURES = 4096
 FOR_SHAPES = "torch.eager"
 WHY_FOR_SHAPES = (
-    "meta tensors have shapes only, which its operators compute; pass tensors of a device to see what runs there"
+    "meta tensors have no values: its operators compute their shapes; pass tensors on a device to see what runs there"
 )
 FIXED = "the first of the fixed order that can run this"
 ADVICE = "`attnbench run` and `attnbench choose` make one; ATTNBENCH_ON_MISS=quiet silences this"
 NOTHING_TO_CHOOSE = ("numpy",)
 """Frameworks whose implementations differ in what they take, not in speed."""
+_failed: dict[Hashable, str] = {}
+"""Implementation, settings and class of calls -> why the implementation could not run such a call."""
 _warned: dict[Hashable, object] = {}
+
+
+class Candidate(NamedTuple):
+    """An implementation that was considered, with its settings in brackets, and why it cannot be used, or None."""
+
+    name: str
+    reason: str | None
 
 
 class Evidence(NamedTuple):
@@ -37,8 +94,8 @@ class Evidence(NamedTuple):
     policy: str
     choice: Choice
     regret: float | None
-    """Expected time of the pick / time of the fastest measured; for an alternative more than the choice's own. None off
-    a grid of which no shape was held out."""
+    """Expected time of the pick / time of the fastest measured implementation; larger for an alternative than for the
+    choice. None beyond the measured grid if no shape was held out."""
 
     def __str__(self) -> str:
         other = self.choice.runner_up
@@ -46,7 +103,7 @@ class Evidence(NamedTuple):
         return f"{self.policy}: {self.choice}{beside}"
 
 
-class Decision(NamedTuple):
+class PickDecision(NamedTuple):
     """The pick, and everything it was picked from."""
 
     pick: Implementation | None
@@ -73,7 +130,7 @@ class Decision(NamedTuple):
         raise Unsupported(f"no {demand.framework} implementation can run {title} on {demand.device}: {reasons}.")
 
 
-def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
+def chosen(impl: str, demand: Demand) -> tuple[Implementation, PickDecision]:
     """Return the implementation to use, after reporting a miss; raise Unsupported if there is none."""
     decision = decide(impl, demand)
     if impl == "auto":
@@ -81,121 +138,218 @@ def chosen(impl: str, demand: Demand) -> tuple[Implementation, Decision]:
     return decision.taken(impl, demand), decision
 
 
-def decide(impl: str, demand: Demand) -> Decision:
+def next_choice(name: str, config: Config, demand: Demand, error: Unsupported) -> tuple[Implementation, PickDecision]:
+    """Choose again without an implementation that could not run, now and for calls like this one; warn once.
+
+    If no other candidate is left, the error is raised.
+    """
+    if len(_failed) >= MOST_FAILURES:
+        _failed.clear()
+    key = _failure_key(name, config, demand)
+    _failed[key] = f"could not run a call like this one: {error}"
+    decision = decide("auto", demand)
+    if decision.pick is None:
+        _failed.pop(key, None)
+        raise error
+    label = label_of(name, dict(config))
+    text = f"{label} was chosen for {demand.workload.title} on {demand.device} and could not run it ({error})"
+    _warn_once(("failed", label, demand.framework, demand.device), f"{text}; {decision.label} is used instead.")
+    return decision.pick, decision
+
+
+def decide(impl: str, demand: Demand) -> PickDecision:
     """Choose an implementation, without building it and without a warning."""
     if impl == "auto" and demand.device == META:
         return decide(FOR_SHAPES, demand)._replace(why=WHY_FOR_SHAPES)
     if impl == "auto":
-        return _measured(demand)
+        return _decide_automatically(demand)
     name, config = registry.asked(impl)
     reason = why_not(name, config, demand)
     pick = registry.get(name).configured(config) if reason is None else None
-    return Decision(pick, config, "asked for by name" if pick else "refuses", [Candidate(impl, reason)])
+    return PickDecision(pick, config, "asked for by name" if pick else "refuses", [Candidate(impl, reason)])
 
 
-def _measured(demand: Demand) -> Decision:
+def _decide_automatically(demand: Demand) -> PickDecision:
     """Decide by the active policies, and if none has a choice that can run, by the fixed order."""
-    asked: list[Candidate] = []
+    candidates: list[Candidate] = []
     missed: list[str] = []
-    for one in policy.active():
-        choice = one.choice(demand.workload, demand.framework, demand.environment)
-        if choice is None and _of_elsewhere(one, demand.environment):
-            continue
+    for active in policy.active():
+        choice = active.choice(demand.workload, demand.framework, demand.environment)
         if choice is None:
-            why = one.miss(demand.workload, demand.framework, demand.environment)
-            missed.append(why or f"{one.name} has no entry")
+            if not _is_for_other_devices(active, demand.environment):
+                why = active.miss(demand.workload, demand.framework, demand.environment)
+                missed.append(why or f"{active.name} has no entry")
             continue
-        for name, config, label, regret in _ranked(choice):
+        ranked = [(choice.implementation, choice.config, choice.label, choice.regret)]
+        for other in choice.alternatives:
+            ranked.append((other.implementation, other.config, other.label, choice.regret * other.ratio))
+        for name, config, label, regret in ranked:
             reason = why_not_auto(name, config, demand, choice.named)
-            if reason is None and one.origin.startswith("packaged ") and compiles_in_vain(name, demand):
+            if reason is None and active.origin.startswith("packaged ") and compiles_for_one_call(name, demand):
                 # A policy that came with attnbench: nobody measured on this machine that compiling pays.
                 reason = (
-                    "compiles for seconds, which a plan for one call does not repay: ask for it by name, or measure it "
-                    "here"
+                    "compiles for seconds, which does not pay off for a single call: ask for it by name, or measure it "
+                    "on this machine"
                 )
-            asked.append(Candidate(label, reason))
+            candidates.append(Candidate(label, reason))
             if reason is None:
-                evidence = Evidence(one.name, choice, regret if choice.regret_known else None)
+                evidence = Evidence(active.name, choice, regret if choice.regret_known else None)
                 pick, why = registry.get(name).configured(config), str(evidence)
                 why = why if label == choice.label else f"{label} in place of {choice.label}, which cannot run; {why}"
-                return Decision(pick, config, why, asked, evidence, tuple(missed))
-        missed.append(f"the choice of {one.name} ({choice.label}) cannot run here")
-    return _fixed(demand, asked, missed)
+                return PickDecision(pick, config, why, candidates, evidence, tuple(missed))
+        missed.append(f"the choice of {active.name} ({choice.label}) cannot run here")
+    tried = {one.name for one in candidates}
+    fixed = [Candidate(name, why_not_auto(name, {}, demand)) for name in order_of(demand) if name not in tried]
+    pick = next((registry.get(one.name) for one in fixed if one.reason is None), None)
+    return PickDecision(pick, {}, FIXED if pick else "all refuse", [*candidates, *fixed], None, tuple(missed))
 
 
-def _ranked(choice: Choice) -> Iterator[tuple[str, Config, str, float]]:
-    """Yield name, config, label and regret of a choice and its alternatives."""
-    yield choice.implementation, choice.config, choice.label, choice.regret
-    for other in choice.alternatives:
-        yield other.implementation, other.config, other.label, choice.regret * other.ratio
+def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:
+    """Return the fixed order on a device."""
+    if form == "array":
+        return TAKE_ARRAYS[framework]
+    if framework == "torch" and device == "mps":
+        return MPS_ORDER
+    return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 
-def _fixed(demand: Demand, asked: list[Candidate], missed: list[str]) -> Decision:
-    known = {one.name for one in asked}
-    names = [name for name in order_of(demand) if name not in known]
-    found = [*asked, *(Candidate(name, why_not_auto(name, {}, demand)) for name in names)]
-    name = next((one.name for one in found[len(asked) :] if one.reason is None), None)
-    pick = None if name is None else registry.get(name)
-    return Decision(pick, {}, "all refuse" if pick is None else FIXED, found, None, tuple(missed))
+def order_of(demand: Demand) -> tuple[str, ...]:
+    """Return the fixed order for a demand."""
+    order = order_on(demand.framework, demand.device, demand.form)
+    varies = not demand.workload.needs_gradients or _may_serve_one_call(demand.workload)
+    if demand.form == "traced" or not varies or not _scores_fit(demand.workload):
+        return order
+    return tuple(sorted(order, key=lambda name: registry.get(name).compiles_each_plan))
 
 
-def _of_elsewhere(one: Policy, environment: Environment) -> bool:
+def compiles_for_one_call(name: str, demand: Demand) -> bool:
+    """Return whether an implementation would compile for seconds for a plan that may serve one call only."""
+    if demand.form == "traced" or not registry.get(name).compiles_each_plan:
+        return False
+    return _may_serve_one_call(demand.workload) and _scores_fit(demand.workload)
+
+
+def _may_serve_one_call(workload: Workload) -> bool:
+    """Return whether the mask carries data, or the queries are so few that their keys may grow with every call."""
+    return any(kind in OF_DATA for kind in workload.visible_mask.kinds) or workload.q_len <= FEW_QUERIES
+
+
+def _scores_fit(workload: Workload) -> bool:
+    return 4 * workload.batch * workload.heads * workload.q_len * workload.kv_len <= MOST_SCORES
+
+
+def why_not_auto(name: str, config: Config, demand: Demand, named: Collection[str] = ()) -> str | None:
+    """Return why an automatic choice leaves an implementation out; None if it does not.
+
+    `named`: implementations that the maker of the policy asked for by name.
+    """
+    reason = why_not(name, config, demand) or known_failure(name, config, demand)
+    if reason is not None:
+        return reason
+    implementation = registry.configured(name, config)
+    if implementation.approximate:
+        return "is approximate: ask for it by name"
+    if implementation.verify_only:
+        return f"is for verification only: {implementation.verify_only}"
+    if implementation.by_name_only and name not in named:
+        return f"is used only if asked for by name: {implementation.by_name_only}"
+    if demand.any_kv_len and not implementation.any_kv_len:
+        return "is built for a fixed number of keys"
+    return ruled_out(implementation, demand.workload, demand.rules)
+
+
+def why_not(name: str, config: Config, demand: Demand) -> str | None:
+    """Return why the implementation of a name cannot serve a demand; None if it can."""
+    try:
+        implementation = registry.configured(name, config)
+    except UsageError as error:
+        return f"is not available here: {error}"
+    workload = demand.workload
+    if demand.form == "array" and name not in TAKE_ARRAYS[demand.framework]:
+        return "does not take a mask as an argument of the call"
+    reason = refusal(implementation, workload, demand.framework, demand.device)
+    if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
+        wide = replace(workload, dtype="float32")
+        runs_wide = (
+            workload.dtype != "float32" and refusal(implementation, wide, demand.framework, demand.device) is None
+        )
+        has_wide_lse = runs_wide and implementation.build_lse(wide, config) is not None
+        return f"returns no LSE in {workload.dtype}, only in float32" if has_wide_lse else "returns no LSE"
+    # In a compiled graph that does not trace the implementation, its backward pass must be callable by itself.
+    opaque = demand.form == "operator" or (demand.form == "traced" and not implementation.traceable)
+    if reason is None and opaque and workload.needs_gradients and implementation.partial(workload, config) is None:
+        return "has no backward pass that a graph of torch.compile can call"
+    return reason
+
+
+def refusal(implementation: Implementation, workload: Workload, framework: str, device: str) -> str | None:
+    """Return why an implementation cannot compute a workload with arrays of a framework and device; None if it can."""
+    if implementation.framework != framework:
+        return f"takes {implementation.framework} arrays, not {framework} arrays"
+    if implementation.step:
+        return f"computes the step {implementation.step}, not attention alone"
+    environment = environment_of(framework, device)
+    return implementation.available(environment) or implementation.supports(workload, environment)
+
+
+def known_failure(name: str, config: Config, demand: Demand) -> str | None:
+    """Return why an implementation could not run a call like this one; None if nothing is known."""
+    return _failed.get(_failure_key(name, config, demand)) if _failed else None
+
+
+def _failure_key(name: str, config: Config, demand: Demand) -> Hashable:
+    """Return implementation, settings and class of a call: two calls of one class fail alike."""
+    work = demand.workload
+    sizes = (work.batch * work.heads, work.q_len, work.kv_len)
+    return (
+        name, repr(sorted(config.items())), registry.generation(), demand.framework, demand.device, demand.with_lse,
+        demand.rules, work.pass_, work.dtype, work.visible_mask.kinds, work.head_dim, work.value_dim,
+        work.softcap is None, work.group > 1, work.q_len < work.kv_len, work.q_len > work.kv_len,
+        *(size.bit_length() for size in sizes),
+    )  # fmt: skip
+
+
+def report(decision: PickDecision, demand: Demand) -> None:
+    """Warn once, or raise PolicyMiss, if no policy covers a call; warn once of policies that do not hold here."""
+    if demand.framework in NOTHING_TO_CHOOSE or demand.device == META:
+        return
+    rule, place, active = policy.on_miss(), (demand.framework, demand.device), policy.active()
+    reasons = "; ".join(decision.missed) or "none is for this device"
+    miss = f"no measured policy covers {demand.workload.title} on {demand.device} ({reasons})"
+    if decision.evidence is None and rule == "error":
+        raise PolicyMiss(f"{miss}, and on_miss is error; {ADVICE.partition(';')[0]}.")
+    if rule == "quiet":
+        return
+    for one in active:
+        why = None if _is_for_other_devices(one, demand.environment) else one.stale(demand.environment)
+        if why is not None:
+            _warn_once((one.digest, *place), f"{why}: it is not used.")
+    if decision.evidence is None:
+        pick = decision.pick and decision.pick.name
+        # Calls share a warning: all of a device without policies, else those of one shape class, whatever their sizes.
+        some_hold = not all(one.stale(demand.environment) for one in active)
+        key = (*place, tuple(policy.shape_of(demand.workload).hard.items()), pick) if some_hold else place
+        used = f"{pick} is used, {FIXED}" if pick else ""
+        _warn_once(key, f"{miss}; {used}. {ADVICE}.")
+
+
+def _is_for_other_devices(one: Policy, environment: Environment) -> bool:
     """Return whether a policy came with attnbench and is for other devices: then no message mentions it."""
     here = (environment.device, environment.device_name)
     return one.origin.startswith("packaged ") and all((p.device, p.device_name) != here for p in one.places)
 
 
-def report(decision: Decision, demand: Demand) -> None:
-    """Warn once, or raise PolicyMiss, if no policy covers a call; warn once of policies that do not hold here."""
-    if demand.framework in NOTHING_TO_CHOOSE or demand.device == META:
-        return
-    rule = policy.on_miss()
-    if decision.evidence is None and rule == "error":
-        raise PolicyMiss(f"{_miss(decision, demand)}, and on_miss is error; {ADVICE.partition(';')[0]}.")
-    if rule != "quiet":
-        for one in policy.active():
-            why = None if _of_elsewhere(one, demand.environment) else one.stale(demand.environment)
-            if why is not None:
-                _warn_once((one.digest, demand.framework, demand.device), f"{why}: it is not used.")
-        if decision.evidence is None:
-            pick = f"{decision.pick.name} is used, {FIXED}" if decision.pick else ""
-            _warn_once(_warning_key(decision, demand), f"{_miss(decision, demand)}; {pick}. {ADVICE}.")
-
-
-def report_failure(label: str, reason: str, instead: str, demand: Demand) -> None:
-    """Warn once that a candidate was chosen and could not run, and which one replaces it."""
-    text = f"{label} was chosen for {demand.workload.title} on {demand.device} and could not run it ({reason})"
-    _warn_once(("failed", label, demand.framework, demand.device), f"{text}; {instead} takes its place.")
-
-
-def forget_warnings() -> None:
-    """Warn again of what was reported before."""
-    _warned.clear()
-
-
-def _miss(decision: Decision, demand: Demand) -> str:
-    reasons = "; ".join(decision.missed) or "none is of this device"
-    return f"no measured policy covers {demand.workload.title} on {demand.device} ({reasons})"
-
-
-def _warning_key(decision: Decision, demand: Demand) -> Hashable:
-    """Return the class of calls that share a warning: a device without policies, else all sizes of one shape class."""
-    place = (demand.framework, demand.device)
-    if all(one.stale(demand.environment) for one in policy.active()):
-        return place
-    shape = policy.shape_of(demand.workload)
-    return (*place, tuple(shape.hard.items()), decision.pick and decision.pick.name)
-
-
 def _warn_once(key: Hashable, text: str) -> None:
-    mine = object()
-    if _warned.setdefault(key, mine) is mine:
-        warnings.warn(printable(text), PolicyWarning, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """Return the level of the first frame outside of attnbench, seen from the function that warns."""
-    level, frame = 1, sys._getframe(1)
+    token = object()
+    if _warned.setdefault(key, token) is not token:
+        return
+    level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnbench."):
-        level, frame = level + 1, frame.f_back
-    return level
+        level, frame = level + 1, frame.f_back  # up to the first frame outside of attnbench
+    warnings.warn(printable(text), PolicyWarning, stacklevel=level)
+
+
+def forget() -> None:
+    """Let implementations that failed be chosen again, and warn again of what was reported before."""
+    _failed.clear()
+    _warned.clear()

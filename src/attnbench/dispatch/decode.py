@@ -5,7 +5,7 @@ are distinguished by their power of two: the choice is that of the first length 
 
 - Without padding, one built call of an implementation with `any_kv_len` serves all lengths; if no policy covers the
   call, only such implementations are asked.
-- Padding stays an array, which torch's SDPA and torch.eager take (`order.TAKE_ARRAYS`).
+- Padding stays an array, which torch's SDPA and torch.eager take (`choice.TAKE_ARRAYS`).
 
 An implementation that a policy chose or that was asked for by name, but is built for one length, is planned for each
 length.
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.array_masks import with_torch_array
-from attnbench.dispatch.choice import chosen, decide
+from attnbench.dispatch.choice import TAKE_ARRAYS, chosen, decide
 from attnbench.dispatch.demand import Words, demand_of
-from attnbench.dispatch.order import TAKE_ARRAYS
-from attnbench.dispatch.plan import Plan, Plans, running
+from attnbench.dispatch.plan import Plans, running
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls.partial.torch_choice import current
@@ -61,7 +60,7 @@ def attend(
     if run is None:
         words = Words(mask, scale, softcap, impl, "bhsd", None, False)
         run = _planned(q, k, v, words) if real is None else _planned_padded(q, k, v, words)
-        _CLASSES.put(key, Plan(run))
+        _CLASSES.put(key, run)
     if run is PLAN_EACH_LENGTH or v.shape[:3] != k.shape[:3]:
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
     with without_autocast(q.device.type):
@@ -70,18 +69,18 @@ def attend(
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     demand = demand_of(q, k, v, words, False)
-    found = decide(words.impl, demand)
-    fixed = found.evidence is not None or words.impl != "auto"
-    if fixed and not (found.pick is not None and found.pick.any_kv_len):
+    decision = decide(words.impl, demand)
+    fixed = decision.evidence is not None or words.impl != "auto"
+    if fixed and not (decision.pick is not None and decision.pick.any_kv_len):
         return PLAN_EACH_LENGTH
     return running(words.impl, demand._replace(any_kv_len=True), words.layout)
 
 
 def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     """Return a call with the padding as an array, or PLAN_EACH_LENGTH if the choice does not take arrays."""
-    found = decide(words.impl, demand_of(q, k, v, words, False))
-    fixed = found.evidence is not None or words.impl != "auto"
-    if fixed and (found.pick is None or found.pick.name not in TAKE_ARRAYS["torch"]):
+    decision = decide(words.impl, demand_of(q, k, v, words, False))
+    fixed = decision.evidence is not None or words.impl != "auto"
+    if fixed and (decision.pick is None or decision.pick.name not in TAKE_ARRAYS["torch"]):
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
     plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap

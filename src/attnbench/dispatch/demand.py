@@ -75,7 +75,7 @@ def framework_of(*arrays: Array) -> str:
     """Return the framework that all arrays belong to; raise InvalidWorkload if there are several."""
     names = {frameworks.of(array) for array in arrays}
     if len(names) > 1:
-        raise InvalidWorkload(f"q, k and v must come from one framework, not {' and '.join(sorted(names))}.")
+        raise InvalidWorkload(f"q, k and v must be arrays of one framework, not {' and '.join(sorted(names))}.")
     return names.pop()
 
 
@@ -83,8 +83,8 @@ def device_of(array: Array, framework: str) -> str:
     """Return attnbench's name of an array's device; for a JAX array that is traced or only a shape the default one."""
     if framework == "torch":
         kind = array.device.type
-        found = frameworks.get("torch").devices()
-        return "rocm" if kind == "cuda" and "rocm" in found else kind
+        kinds = frameworks.get("torch").devices()
+        return "rocm" if kind == "cuda" and "rocm" in kinds else kind
     if framework == "numpy":
         return "cpu"
     return kind_of_device(array)

@@ -44,10 +44,12 @@ def attention_fn(
     *,
     impl: str = "auto",
 ) -> Array:
-    """Compute attention as Flax calls it; linen passes only arguments that are named here, so all of them are."""
+    """Compute attention as Flax calls it. All arguments are named here, because linen passes only those that are."""
+    import jax.numpy as jnp
+
     if dropout_rate > 0 and not deterministic:
         raise Unsupported(
-            f"attnbench's attention has no dropout, and this layer asks for {dropout_rate:g}: "
+            f"attnbench's attention does not support dropout, but this layer asks for {dropout_rate:g}: "
             "set dropout_rate=0, or call the layer with deterministic=True."
         )
     asked = {
@@ -58,11 +60,15 @@ def attention_fn(
     }
     for name, given in asked.items():
         if given is not None:
-            raise Unsupported(f"attnbench's attention does not do {name}: use Flax's own attention_fn for this layer.")
-    query, key, value = _promoted(query, key, value, dtype, promote_dtype)
+            raise Unsupported(f"attnbench's attention does not support {name}: use Flax's attention_fn for this layer.")
+    if promote_dtype is not None:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    else:
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
     shape, lead = (*query.shape[:-1], value.shape[-1]), query.shape[:-3]
     with _precision(precision):
-        q, k, v = (_one_batch(x) for x in (query, key, value))
+        q, k, v = (x.reshape(prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
         out = _attend(q, k, v, lead, bias, mask, is_causal, impl)
     return out.reshape(shape)
 
@@ -86,26 +92,17 @@ def _attend(
     return array_masks.attention_with_array(q, k, v, visible=visible, bias=bias, impl=impl)
 
 
-def _promoted(q: Array, k: Array, v: Array, dtype: Any, promote: Any) -> Any:
-    import jax.numpy as jnp
-
-    if promote is not None:
-        return promote((q, k, v), dtype=dtype)
-    dtype = jnp.result_type(q, k, v) if dtype is None else dtype
-    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
-
-
 def _precision(precision: Any) -> Any:
     import jax
 
     if precision is None:
         return nullcontext()
     if isinstance(precision, jax.lax.DotAlgorithm):
-        raise Unsupported("attnbench's attention takes a DotAlgorithmPreset, not an algorithm written out in fields.")
+        raise Unsupported("attnbench's attention takes a DotAlgorithmPreset, not a DotAlgorithm: pass a preset.")
     if isinstance(precision, tuple | list):
         names = {_precision_name(one) for one in precision}
         if len(names) > 1:
-            raise Unsupported("attnbench's attention takes one precision for all operands, not a pair of them.")
+            raise Unsupported("attnbench's attention takes one precision for all operands: pass a single one.")
         return jax.default_matmul_precision(names.pop())
     return jax.default_matmul_precision(_precision_name(precision))
 
@@ -121,11 +118,7 @@ def _precision_name(precision: Any) -> str:
     try:
         return "default" if precision is DotAlgorithmPreset.DEFAULT else Precision(precision).name.lower()
     except (ValueError, KeyError):
-        raise UsageError(f"{precision!r} is not a precision of JAX.") from None
-
-
-def _one_batch(x: Array) -> Array:
-    return x.reshape(prod(x.shape[:-3]), *x.shape[-3:])
+        raise UsageError(f"{precision!r} is not a precision that JAX knows.") from None
 
 
 def _pairs(array: Array, lead: tuple[int, ...]) -> Array:

@@ -4,14 +4,14 @@ Both interfaces are registered. That of masks (`attnbench.dispatch.hf_masks`) de
 attnbench: causal, window, padding, packed documents, and the part of a static cache that is written. A mask that cannot
 be described, and one that is traced by torch.compile, stays the boolean array that Transformers itself would make.
 
-A model that writes its own attention, for masks of another form, is refused: when it is loaded, when its
+A model that computes attention by itself, for masks of another form, is refused: when it is loaded, when its
 implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` reports which modules
 will call attnbench.
 
-A feature of a model that attention here does not have (dropout, sinks, a position bias, attention weights) is refused
-with the reason; nothing is ignored silently, with one exception: if layers are compiled and not the whole model, a
-graph that was traced before does not see that attention weights are asked for now of a model that does not pass this on
-to its layers (GPT-2, OPT, StableLM). The weights are empty then, as with Transformers' own sdpa.
+A feature that attnbench's attention does not have (dropout, sinks, a position bias, attention weights) is refused with
+the reason; nothing is ignored silently, with one exception. If the layers are compiled instead of the whole model, and
+the model does not pass the request for attention weights on to its layers (GPT-2, OPT, StableLM), a graph that was
+traced before does not see that request. The weights are empty then, as with Transformers' own sdpa.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnbench import masks
 from attnbench.dispatch import array_masks, decode, hf_models
 from attnbench.dispatch import attention as dispatch
-from attnbench.dispatch.hf_masks import Described, DescribedMask, MaskArray, describe
+from attnbench.dispatch.hf_masks import DescribedMask, KeyRangeMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.masks import Full
@@ -58,50 +58,39 @@ _watching = Lock()
 def register(name: str = "attnbench", impl: str = "auto") -> str:
     """Register `attn_implementation=name` with Transformers, to call `ab.attention` with `impl`; return the name."""
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise UsageError(f"Transformers 5.0 or newer is needed ({error}): pip install 'attnbench[hf]'.") from error
     check_impl(impl)
     if not isinstance(name, str) or not name:
-        raise UsageError(f"an attn_implementation has a name, not {name!r}.")
-    _check_name(name)
-    if name not in _registered and (name == "eager" or name in AttentionInterface().valid_keys()):
-        raise UsageError(f'"{name}" is Transformers\' own: register attnbench under another name.')
-    _registered.add(name)
-    AttentionInterface.register(name, partial(attention_forward, impl=impl))
-    AttentionMaskInterface.register(name, describe)
-    _watch_models()
-    return name
-
-
-def _check_name(name: str) -> None:
-    """Raise UsageError for names that Transformers reads as something else, not as a registered name."""
+        raise UsageError(f"the name of an attn_implementation must be a non-empty string, not {name!r}.")
     if "flash" in name:
         raise UsageError(
-            f'Transformers takes a name with "flash" in it for a package of flash attention, so no model would load '
+            f'Transformers treats a name that contains "flash" as a flash-attention package, so no model would load '
             f'with "{name}": leave the word out, as in "{name.replace("flash", "fa")}".'
         )
     if "/" in name or name.startswith("paged|"):
         raise UsageError(
-            f'Transformers takes "owner/name" for a kernel of the Hub and cuts "paged|" off, so no model would load '
-            f'with "{name}": use neither.'
+            f'Transformers treats "owner/name" as a kernel of the Hub and removes a prefix "paged|", so no model '
+            f'would load with "{name}": leave out the slash and the prefix.'
         )
-
-
-def _watch_models() -> None:
-    """Check each model that is loaded with or set to a name of ours: Transformers accepts any registered name.
-
-    Three methods of every Transformers model are wrapped, once and for the whole process. They behave as before for a
-    model without a name of ours in its config.
-    """
-    from transformers import PreTrainedModel
-
-    with _watching:
+    if name not in _registered and (name == "eager" or name in AttentionInterface().valid_keys()):
+        raise UsageError(f'"{name}" is a name of Transformers itself: register attnbench under another name.')
+    _registered.add(name)
+    AttentionInterface.register(name, partial(attention_forward, impl=impl))
+    AttentionMaskInterface.register(name, describe)
+    with _watching:  # once and for the whole process
         if not hasattr(PreTrainedModel, "_attnbench_watches"):
-            _wrap_methods(PreTrainedModel)
+            _watch_models(PreTrainedModel)
+    return name
 
 
-def _wrap_methods(PreTrainedModel: Any) -> None:
+def _watch_models(PreTrainedModel: Any) -> None:
+    """Check each model that is loaded with or set to a name of attnbench: Transformers accepts any registered name.
+
+    Three methods of every Transformers model are wrapped. They behave as before for a model without a name of attnbench
+    in its config.
+    """
     accept: Any = PreTrainedModel.get_correct_attn_implementation
     built: Any = PreTrainedModel.post_init
     change: Any = PreTrainedModel.set_attn_implementation
@@ -155,7 +144,8 @@ def _implementation(config: Any) -> Any:
 
 
 def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
-    """Yield the configs that `set_attn_implementation` would give a name of ours: all, or those that a dict names."""
+    """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those named in a
+    dict."""
     if not isinstance(request, dict):
         if _is_ours(request):
             yield config
@@ -165,13 +155,15 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
         return
     for key, value in request.items():
         if key == "":
-            yield from [config] if _is_ours(value) else []
+            if _is_ours(value):
+                yield config
         else:
             yield from _configs_asked(model, getattr(config, key, None), value)
 
 
 def _check_parts(model: Any, configs: list[Any]) -> None:
-    """Refuse parts with these configs that would lose their masks; warn of parts that lose none but never call us."""
+    """Refuse parts with these configs that would lose their masks; warn of parts that lose none but never call
+    attnbench."""
     for config, modules in hf_models.by_config(model):
         if config is None or not any(config is one for one in configs):
             continue
@@ -182,8 +174,8 @@ def _check_parts(model: Any, configs: list[Any]) -> None:
         if attention.own and not attention.calling and name not in _warned:
             _warned.add(name)
             warnings.warn(
-                f"{name} writes its own attention ({', '.join(attention.own)}), which goes on as before: attnbench is "
-                "not called there. attnbench.dispatch.hf.check(model) lists the modules that call it.",
+                f"{name} computes attention by itself ({', '.join(attention.own)}): attnbench is not called there. "
+                "attnbench.dispatch.hf.check(model) lists the modules that call attnbench, and those that do not.",
                 stacklevel=4,
             )
 
@@ -191,7 +183,7 @@ def _check_parts(model: Any, configs: list[Any]) -> None:
 _warned: set[str] = set()
 
 
-class Module(NamedTuple):
+class AttentionModule(NamedTuple):
     """One attention module of a model."""
 
     path: str
@@ -202,14 +194,14 @@ class Module(NamedTuple):
     """Whether it will call attnbench."""
 
     def __str__(self) -> str:
-        by = "calls attnbench" if self.ours else f'does not (attn_implementation="{self.implementation}")'
+        by = "calls attnbench" if self.ours else f'does not call it (attn_implementation="{self.implementation}")'
         return f"{self.path} ({self.kind}): {by}"
 
 
-class Check(NamedTuple):
+class ModelCheck(NamedTuple):
     """Attention modules of a model, and why the model is refused if it is."""
 
-    modules: tuple[Module, ...]
+    modules: tuple[AttentionModule, ...]
     refusal: str | None
 
     def __str__(self) -> str:
@@ -218,10 +210,10 @@ class Check(NamedTuple):
         return "\n".join(filter(None, [self.refusal, summary, *(str(one) for one in self.modules if not one.ours)]))
 
 
-def check(model: torch.nn.Module) -> Check:
+def check(model: torch.nn.Module) -> ModelCheck:
     """Return which attention modules of a loaded model will call attnbench, read from their code without a run."""
     paths = {id(module): path for path, module in model.named_modules()}
-    found: list[Module] = []
+    attention_modules: list[AttentionModule] = []
     refusal = None
     for config, modules in hf_models.by_config(model):
         name = _implementation(config)
@@ -232,8 +224,10 @@ def check(model: torch.nn.Module) -> Check:
             kind = type(module)
             calls = hf_models.calls_interface(kind)
             if calls or hf_models.own_attention(kind):
-                found.append(Module(paths[id(module)], kind.__name__, name, calls and name in _registered))
-    return Check(tuple(found), refusal)
+                attention_modules.append(
+                    AttentionModule(paths[id(module)], kind.__name__, name, calls and name in _registered)
+                )
+    return ModelCheck(tuple(attention_modules), refusal)
 
 
 def attention_forward(
@@ -252,39 +246,41 @@ def attention_forward(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim]."""
+    import torch
+
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
-    how: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
+    options: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
     if attention_mask is None or isinstance(attention_mask, DescribedMask):
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            seen = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
+            described = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
         else:
-            seen = attention_mask.described
-        if seen.first or seen.last != key.shape[2]:
-            key, value = (x[:, :, seen.first : seen.last] for x in (key, value))
-        alone = query.shape[2] == 1 and (type(seen.mask) is Full or seen.real is not None)
-        if alone and not _recorded(query, key, value):
-            how = {"scale": how["scale"], "softcap": softcap, "impl": impl}
-            out = decode.attend(query, key, value, mask=seen.mask, real=seen.real, **how)
+            described = attention_mask.described
+        if described.first or described.last != key.shape[2]:
+            key, value = (x[:, :, described.first : described.last] for x in (key, value))
+        alone = query.shape[2] == 1 and (type(described.mask) is Full or described.real is not None)
+        wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if alone and not wants_gradient and not torch.compiler.is_compiling():
+            out = decode.attend(
+                query,
+                key,
+                value,
+                scale=options["scale"],
+                softcap=softcap,
+                impl=impl,
+                mask=described.mask,
+                real=described.real,
+            )
         else:
-            out = dispatch.attention(query, key, value, mask=seen.mask, **how)
+            out = dispatch.attention(query, key, value, mask=described.mask, **options)
     else:
         array = attention_mask.plain() if isinstance(attention_mask, MaskArray) else attention_mask
         array = array[..., : key.shape[2]]
         kind = "visible" if str(array.dtype) == "torch.bool" else "bias"
-        out = array_masks.attention_with_array(query, key, value, **{kind: array}, **how)
+        out = array_masks.attention_with_array(query, key, value, **{kind: array}, **options)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _recorded(*arrays: torch.Tensor) -> bool:
-    """Return whether the call is traced, or its gradients may be asked."""
-    import torch
-
-    if torch.compiler.is_compiling():
-        return True
-    return torch.is_grad_enabled() and any(array.requires_grad for array in arrays)
 
 
 def _check_array(mask: Any) -> None:
@@ -294,35 +290,35 @@ def _check_array(mask: Any) -> None:
     if mask is None or isinstance(mask, DescribedMask):
         return
     if not isinstance(mask, torch.Tensor):
-        raise Unsupported(f"attnbench's attention takes no {type(mask).__name__} as a mask: pass a tensor with 4 axes.")
+        raise Unsupported(f"a mask must be a tensor with 4 axes, not of type {type(mask).__name__}.")
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise Unsupported(
-            f"a mask of {mask.dtype} may say which pairs are visible or be added to the logits: pass booleans (True is "
-            "visible), as in mask != 0, or floating-point numbers that are added."
+            f"a mask of {mask.dtype} is ambiguous, since it could mark visible pairs or be added to the logits: pass "
+            "booleans (True is visible), as in mask != 0, or floating-point numbers to add."
         )
     if mask.dim() != 4:
-        raise Unsupported(f"a mask with {mask.dim()} axes came to attention: pass one of [batch, heads or 1, q, kv].")
+        raise Unsupported(f"the mask has {mask.dim()} axes: pass one of shape [batch, heads or 1, q, kv].")
 
 
 def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
     if dropout:
         raise Unsupported(
-            f"attnbench's attention has no dropout, and this layer asks for {dropout:g}: set config.attention_dropout "
-            "(of some models: attention_probs_dropout_prob) to 0, or call model.eval()."
+            f"attnbench's attention does not support dropout, but this layer asks for {dropout:g}: set "
+            "config.attention_dropout (in some models attention_probs_dropout_prob) to 0, or call model.eval()."
         )
     if others.pop("output_attentions", None) or _weights_recorded():
-        raise Unsupported('attnbench gives no attention weights: load the model with attn_implementation="eager".')
+        raise Unsupported('attnbench returns no attention weights: load the model with attn_implementation="eager".')
     packed = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
     if packed[0] is not None and len(packed[0]) > 2 and not (isinstance(mask, DescribedMask) and mask.described.packed):
         raise Unsupported(
             "cu_seq_lens packs several sequences, but the mask of this step does not keep them apart: pass "
-            "position_ids that start anew with each sequence, no attention_mask, and use_cache=False."
+            "position_ids that start from 0 in each sequence, no attention_mask, and use_cache=False."
         )
     for name, value in others.items():
         if value is not None and name not in NO_MATTER:
-            what = REFUSED.get(name, f"the keyword {name}, which it does not know")
+            what = REFUSED.get(name, f"the keyword {name}")
             raise Unsupported(
-                f'attnbench\'s attention does not do {what}: load the model with attn_implementation="eager".'
+                f'attnbench\'s attention does not support {what}: load the model with attn_implementation="eager".'
             )
 
 
@@ -341,21 +337,21 @@ def _weights_recorded() -> bool:
 
 @constant_when_traced
 def _weights_recorded_outside() -> bool:
-    """Return that for a graph, when it is traced: torch.compile cannot follow the ContextVar."""
+    """Return the answer of `_weights_recorded` while a graph is traced: torch.compile cannot follow the ContextVar."""
     from transformers.utils.output_capturing import _active_collector as collector
 
     return any("attentions" in key for key in collector.context_var.get() or ())
 
 
-def _without_mask(q_len: int, kv_len: int, causal: bool, sliding_window: int | None) -> Described:
-    """Describe the mask of a layer that gets none (image encoders, cross-attention), by its `is_causal`."""
+def _without_mask(q_len: int, kv_len: int, causal: bool, sliding_window: int | None) -> KeyRangeMask:
+    """Describe the mask of a layer that gets no mask (image encoders, cross-attention), from its `is_causal`."""
     if not causal or q_len == 1:
         if sliding_window is not None:
-            raise Unsupported("this layer has a sliding window but came without a mask: what it may see is unknown.")
-        return Described(masks.full(), 0, kv_len)
+            raise Unsupported("this layer has a sliding window but got no mask: which keys a query sees is unknown.")
+        return KeyRangeMask(masks.full(), 0, kv_len)
     if q_len != kv_len:
         raise Unsupported(
-            f"a causal layer came without a mask, with {q_len} queries and {kv_len} keys: what it may see is unknown."
+            f"a causal layer with {q_len} queries and {kv_len} keys got no mask: which keys a query sees is unknown."
         )
     mask = masks.causal() if sliding_window is None else masks.window(sliding_window - 1)
-    return Described(mask, 0, kv_len)
+    return KeyRangeMask(mask, 0, kv_len)

@@ -19,16 +19,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attnbench import masks
 from attnbench.dispatch import hf_models
+from attnbench.dispatch.array_masks import mask_of_keys
 from attnbench.errors import Unsupported
 from attnbench.masks import AnyMask, Full
 from attnbench.masks.base import to_numpy
 from attnbench.tracing import constant_when_traced
 
 LEVELS = 4
-"""Frames searched above a mask function: more than lie between it and a model's preparation of its inputs."""
+"""Number of frames searched above a mask function: more than there are up to the model's preparation of its inputs."""
 
 
-class Described(NamedTuple):
+class KeyRangeMask(NamedTuple):
     """A mask over the keys `first:last`; no query sees any other key."""
 
     mask: AnyMask
@@ -51,8 +52,9 @@ class _Step(NamedTuple):
 class MaskArray(torch.Tensor):
     """Transformers' boolean mask, True for visible pairs, which only attention that knows this form may read.
 
-    A model with attention of its own expects numbers to add to its scores, or True for hidden pairs. So an operation
-    that makes numbers of this mask is refused; one that makes a mask (a slice, a copy, `&`) returns a MaskArray.
+    A model that computes attention by itself expects numbers to add to its scores, or True for hidden pairs. So an
+    operation that turns this mask into numbers is refused; an operation that returns a mask (a slice, a copy, `&`)
+    returns a MaskArray.
     """
 
     @classmethod
@@ -86,11 +88,11 @@ class DescribedMask(MaskArray):
     have made, which is made once.
     """
 
-    described: Described
+    described: KeyRangeMask
     evaluate: Callable[[], torch.Tensor]
 
     @staticmethod
-    def make(described: Described, shape: Any, device: Any, evaluate: Callable[[], torch.Tensor]) -> DescribedMask:
+    def make(described: KeyRangeMask, shape: Any, device: Any, evaluate: Callable[[], torch.Tensor]) -> DescribedMask:
         """Return a description with a shape and device; `evaluate` returns the array itself."""
         mask = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(DescribedMask)
         mask.described, mask.evaluate = described, cache(evaluate)
@@ -109,8 +111,12 @@ class DescribedMask(MaskArray):
             if func.__name__ in _COPY:
                 with torch._C.DisableTorchFunctionSubclass():
                     seems = func(*args, **kwargs)
+                if seems is mask:
+                    return mask
                 if seems.dtype == torch.bool:
-                    return mask if seems is mask else _copied(mask, seems.device)
+                    real = mask.described.real
+                    described = mask.described._replace(real=None if real is None else real.to(seems.device))
+                    return DescribedMask.make(described, tuple(mask.shape), seems.device, mask.evaluate)
             if func is torch.Tensor.__getitem__ and _everything(args[1], tuple(mask.shape)):
                 return mask
         return super().__torch_function__(func, types, args, kwargs)
@@ -119,14 +125,8 @@ class DescribedMask(MaskArray):
 _COPY = frozenset({"to", "cpu", "cuda", "clone", "detach", "contiguous", "alias", "bool", "pin_memory"})
 
 
-def _copied(mask: DescribedMask, device: torch.device) -> DescribedMask:
-    real = mask.described.real
-    described = mask.described._replace(real=None if real is None else real.to(device))
-    return DescribedMask.make(described, tuple(mask.shape), device, mask.evaluate)
-
-
 def _everything(index: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an index of slices selects everything, as when layers cut a mask to the present keys."""
+    """Return whether an index of slices selects everything, as it does if layers cut a mask to the present keys."""
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -177,8 +177,8 @@ def _misread(name: str) -> str:
         frame = frame.f_back
     who = "the code" if inner is None or outer is None else f"{inner.__name__} of {outer.__name__}"
     return (
-        f"{who} computes with the mask that is made for attnbench's attention ({name}): it has attention of its own, "
-        f"for masks of another form, and its result would be wrong. {hf_models.OTHERWISE}"
+        f"{who} computes with the mask that was made for attnbench's attention (by {name}): it has its own attention, "
+        f"which expects another kind of mask, so its result would be wrong. {hf_models.OTHERWISE}"
     )
 
 
@@ -193,7 +193,7 @@ def describe(
     device: Any = None,
     **more: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of a step to Transformers; None is plain causal. Older releases pass `cache_position`."""
+    """Return the mask of a step to Transformers; None means plain causal. Older releases pass `cache_position`."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask}
@@ -215,7 +215,7 @@ def describe(
     config = more.get("config")
     model = None if torch.compiler.is_compiling() else _calling_module()
     if model is None:
-        refused, alone = _of_config(id(config), type(config).__module__, type(config).__name__)
+        refused, alone = _attention_of_config(id(config), type(config).__module__, type(config).__name__)
     else:
         attention = hf_models.attention_for(model, config)
         refused = hf_models.refusal(type(model).__name__, attention) if attention.loses_masks else ""
@@ -252,7 +252,7 @@ def _calling_module() -> torch.nn.Module | None:
 
 
 @constant_when_traced
-def _of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
+def _attention_of_config(config_id: int, module: str, name: str) -> tuple[str, bool]:
     """Return why the model of a config is refused, and whether all its attention calls the registered function.
 
     Used in a graph, in which only the config is known.
@@ -275,12 +275,12 @@ def _made_ahead() -> bool:
     return False
 
 
-def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> Described | None:
+def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> KeyRangeMask | None:
     parts = _parts(function)
     if parts is None:
         return None
     shift = step.q_start - step.kv_start
-    before, after = step.q_len + step.kv_len, step.q_len + step.kv_len
+    before = after = unbounded = step.q_len + step.kv_len
     documents: list[AnyMask] = []
     for kind, values in parts:
         if kind == "causal":
@@ -291,40 +291,37 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
             before, after = min(before, values["sliding_window"]), min(after, values["sliding_window"])
     # Keys that some query sees. Masks count positions from the last key, which must be the last query's own.
     first, last = max(0, shift - before), min(step.kv_len, shift + step.q_len + after)
-    bounded = after < step.q_len + step.kv_len or before < step.q_len + step.kv_len
+    bounded = min(before, after) < unbounded
     if bounded and (after or shift + step.q_len > step.kv_len) and shift + step.q_len != step.kv_len:
         return None
     if first >= last:
         return None
     for kind, values in parts:
         if kind in ("packed", "chunked"):
-            found = _documents(kind, values, step, first, last)
-            if found is None:
+            document = _documents(kind, values, step, first, last)
+            if document is None:
                 return None
-            documents.append(found)
-    mask: Any = _positional(before, after, step, last - first)
+            documents.append(document)
+    # Full, causal or a window over keys that end with the last query's own, without bounds that are never reached.
+    reaches_back, reaches_on = before >= last - first - 1, after >= step.q_len - 1
+    if reaches_back and (reaches_on or after == 0):
+        mask: Any = masks.full() if reaches_on else masks.causal()
+    else:
+        mask = masks.window(None if reaches_back else before, None if reaches_on else after)
     for part in documents:
         mask = mask & part
     if padding is None:
-        return Described(mask, first, last, packed=bool(documents))
+        return KeyRangeMask(mask, first, last, packed=bool(documents))
     keys = slice(step.kv_start + first, step.kv_start + last)
-    real = _real(padding, keys)
-    hiding, array = _padding(real), None
+    real = to_numpy(padding[:, keys], "attention_mask").astype(bool)
+    # Positions past the end of the given mask are not real.
+    real = np.pad(real, ((0, 0), (0, keys.stop - keys.start - real.shape[1])))
+    hiding, array = mask_of_keys(real, len(real)), None
     alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
     if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
     both: Any = mask & hiding
-    return Described(both, first, last, bool(documents), array)
-
-
-def _positional(before: int, after: int, step: _Step, kv_len: int) -> AnyMask:
-    """Return full, causal or a window over keys that end with the last query's own, without bounds never reached."""
-    reaches_back, reaches_on = before >= kv_len - 1, after >= step.q_len - 1
-    if reaches_back and reaches_on:
-        return masks.full()
-    if reaches_back and after == 0:
-        return masks.causal()
-    return masks.window(None if reaches_back else before, None if reaches_on else after)
+    return KeyRangeMask(both, first, last, bool(documents), array)
 
 
 _KINDS = {
@@ -359,19 +356,3 @@ def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last:
     if max(keys.max(), queries.max()) >= ids.shape[1]:
         return None
     return masks.documents(ids[:, keys], ids[:, queries])
-
-
-def _real(padding: torch.Tensor, keys: slice) -> np.ndarray:
-    """Return which keys are real, [b, keys]; positions past the end of the given mask are not."""
-    real = to_numpy(padding[:, keys], "attention_mask").astype(bool)
-    missing = keys.stop - keys.start - real.shape[1]
-    return np.pad(real, ((0, 0), (0, missing))) if missing else real
-
-
-def _padding(real: np.ndarray) -> AnyMask:
-    if real.all():
-        return masks.full()
-    lengths = real.sum(axis=1)
-    if (real == (np.arange(real.shape[1]) < lengths[:, None])).all():
-        return masks.lengths(lengths)
-    return masks.valid(real)

@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import cache, lru_cache
-from threading import Lock
-from typing import Any, NamedTuple, NoReturn
+from threading import Lock, local
+from typing import Any, NoReturn
 
-from attnbench.dispatch.choice import Decision, chosen, decide, report, report_failure
+from attnbench.dispatch.choice import PickDecision, chosen, decide, next_choice, report
 from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, to_layout
-from attnbench.dispatch.hooks import OWN_RUN
-from attnbench.dispatch.order import remember_failure, withdraw_failure
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
-from attnbench.policy.policy import label_of
-from attnbench.spec import Array, Call, Config, Implementation
+from attnbench.spec import Array, Call, Implementation
 from attnbench.tracing import is_fake
 
 MOST = 4096
@@ -32,13 +29,6 @@ MOST_BYTES = 1 << 30
 """Most bytes of the masks that plans keep: their own data, and the arrays that implementations make of them."""
 BYTES_A_PAIR = {"torch": (5, 9), "jax": (1, 5), "numpy": (0, 0)}
 """Most bytes made of one query-key pair of a mask: of booleans, and of weights (a float beside each)."""
-
-
-class Plan(NamedTuple):
-    """The function that a call runs, and how many bytes of a mask it may keep."""
-
-    run: Any
-    size: int = 0
 
 
 class Plans:
@@ -51,20 +41,20 @@ class Plans:
         self._limits = (most, most_bytes)
         self._lock = Lock()
         self.get = self._found.get
-        """Function of a key that returns the `run` of its plan, or None."""
+        """Function from a key to what was kept for it, or None."""
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep a plan, and drop the oldest ones beyond the limits."""
+    def put(self, key: Hashable, run: Any, size: int = 0) -> None:
+        """Keep what a call runs, which holds `size` bytes of a mask; drop the oldest plans beyond the limits."""
         most, most_bytes = self._limits
         with self._lock:
             self._drop(key)
-            self._found[key] = plan.run
-            if plan.size:
-                self._sizes[key] = plan.size
-                self._total += plan.size
+            self._found[key] = run
+            if size:
+                self._sizes[key] = size
+                self._total += size
             while len(self._sizes) > 1 and self._total > most_bytes:
                 self._drop(next(iter(self._sizes)))
             while len(self._found) > most:
@@ -85,29 +75,45 @@ class Plans:
 PLANS = Plans()
 
 
-def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> Plan:
-    """Choose an implementation for a call, report a miss, and build the plan."""
+class OwnRun(local):
+    """Context around the run of an implementation, whose own calls of torch's functions are never redirected."""
+
+    depth = 0
+    """Number of implementations that the thread is inside of."""
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+OWN_RUN = OwnRun()
+
+
+def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> tuple[Call, int]:
+    """Choose an implementation, report a miss; return what the call runs, and how many bytes of a mask that keeps."""
     if train and framework_of(q, k, v) == "jax":
         return _traced_jax(q, k, v, words)
     if is_fake(q) or getattr(q, "is_meta", False):
         from attnbench.dispatch import torch_compile
 
-        return Plan(torch_compile.without_numbers(q, k, v, words, train))
+        return torch_compile.without_numbers(q, k, v, words, train), 0
     demand = demand_of(q, k, v, words, train)
-    return Plan(running(words.impl, demand, words.layout), bytes_kept(demand))
+    return running(words.impl, demand, words.layout), bytes_kept(demand)
 
 
 def running(impl: str, demand: Demand, layout: str) -> Call:
     """Return what a call runs: the named implementation, or `auto`'s choice, which is replaced if it cannot run."""
     pick, decision = chosen(impl, demand)
     call = built(pick, decision, demand, layout)
-    return Chosen(call, decision, demand, layout) if impl == "auto" else call
+    return AutoChoice(call, decision, demand, layout) if impl == "auto" else call
 
 
-class Chosen:
+class AutoChoice:
     """The choice of `auto`. If it raises Unsupported when it runs, the next candidate replaces it from then on."""
 
-    def __init__(self, call: Call, decision: Decision, demand: Demand, layout: str) -> None:
+    def __init__(self, call: Call, decision: PickDecision, demand: Demand, layout: str) -> None:
         self._call, self._decision, self._demand, self._layout = call, decision, demand, layout
         self._lock = Lock()
 
@@ -117,33 +123,15 @@ class Chosen:
             try:
                 return call(q, k, v)
             except Unsupported as error:
-                self._replace(call, error)
-
-    def _replace(self, call: Call, error: Unsupported) -> None:
-        with self._lock:
-            if self._call is not call:  # another thread was here first
-                return
-            failed = self._decision
-            assert failed.pick is not None
-            pick, decision = next_choice(failed.pick.name, failed.config, self._demand, error)
-            self._call, self._decision = built(pick, decision, self._demand, self._layout), decision
+                with self._lock:
+                    if self._call is call:  # else another thread has replaced it already
+                        failed = self._decision
+                        assert failed.pick is not None
+                        pick, decision = next_choice(failed.pick.name, failed.config, self._demand, error)
+                        self._call, self._decision = built(pick, decision, self._demand, self._layout), decision
 
 
-def next_choice(name: str, config: Config, demand: Demand, error: Unsupported) -> tuple[Implementation, Decision]:
-    """Choose again without an implementation that could not run, now and for calls like this one; warn once.
-
-    If no other candidate is left, the error is raised.
-    """
-    remember_failure(name, config, demand, str(error))
-    decision = decide("auto", demand)
-    if decision.pick is None:
-        withdraw_failure(name, config, demand)
-        raise error
-    report_failure(label_of(name, dict(config)), str(error), str(decision.label), demand)
-    return decision.pick, decision
-
-
-def built(pick: Implementation, decision: Decision, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
+def built(pick: Implementation, decision: PickDecision, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
     """Return the call of an implementation in the caller's layout; its arrays are made now if a device is given."""
     workload, config = demand.workload, decision.config
     outside_traces: Any = nullcontext()
@@ -162,17 +150,14 @@ def built(pick: Implementation, decision: Decision, demand: Demand, layout: str,
         prepare(prepare_for)
     run = arranged(call, demand, layout, pick.layout)
     # Dynamo traces into the call of a graph, and what is traceable calls nothing that could be redirected.
-    return run if demand.framework != "torch" or demand.form == "traced" else _undisturbed(run)
+    if demand.framework != "torch" or demand.form == "traced":
+        return run
 
+    def undisturbed(q: Array, k: Array, v: Array) -> Any:
+        with OWN_RUN:  # so that `redirect_sdpa` around it changes none of its own calls of torch's functions
+            return run(q, k, v)
 
-def _undisturbed(call: Call) -> Call:
-    """Return the same call, whose own calls of torch's functions are not changed by `redirect_sdpa` around it."""
-
-    def run(q: Array, k: Array, v: Array) -> Any:
-        with OWN_RUN:
-            return call(q, k, v)
-
-    return run
+    return undisturbed
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
@@ -199,7 +184,7 @@ def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
 
 
 def bytes_kept(demand: Demand) -> int:
-    """Return how many bytes of its mask a plan keeps at most: the mask's data, and what is made of it."""
+    """Return how many bytes of its mask a plan keeps at most: the mask's data, and the arrays made from that data."""
     workload, mask = demand.workload, demand.workload.visible_mask
     if mask.kinds == ("full",) or (mask.kinds == ("causal",) and workload.q_len == workload.kv_len):
         return 0
@@ -214,7 +199,7 @@ def data_bytes(mask: AnyMask) -> int:
     return sum(len(value.data) for value in fields if isinstance(value, FrozenArray))
 
 
-def _traced_jax(q: Array, k: Array, v: Array, words: Words) -> Plan:
+def _traced_jax(q: Array, k: Array, v: Array, words: Words) -> tuple[Call, int]:
     """Return the plan of a traced JAX call; its two implementations are built when JAX first runs them."""
     demands = [demand_of(q, k, v, words, train) for train in (False, True)]
     choice = jax_choices(words.impl, *demands)
@@ -230,23 +215,23 @@ def _traced_jax(q: Array, k: Array, v: Array, words: Words) -> Plan:
             pick = decision.taken(words.impl, demand)
         return built(pick, decision, demand, words.layout)
 
-    return Plan(by_pass(call), bytes_kept(demands[1]))
+    return by_pass(call), bytes_kept(demands[1])
 
 
-def jax_choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool], tuple[Decision, Demand]]:
+def jax_choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool], tuple[PickDecision, Demand]]:
     """Choose now for both passes, and return a function of `train` that reports a miss and returns that choice.
 
     If a policy covers training alone, the forward pass uses that choice too: `grad(jit(f))` traces it first.
     """
     demands = (forward, training)
-    found = [decide(impl, demand) for demand in demands]
-    training_first = found[0].evidence is None and found[1].evidence is not None
+    decisions = [decide(impl, demand) for demand in demands]
+    training_first = decisions[0].evidence is None and decisions[1].evidence is not None
 
-    def choice(train: bool) -> tuple[Decision, Demand]:
+    def choice(train: bool) -> tuple[PickDecision, Demand]:
         at = train or training_first
         if impl == "auto":
-            report(found[at], demands[at])
-        return found[at], demands[at]
+            report(decisions[at], demands[at])
+        return decisions[at], demands[at]
 
     return choice
 
@@ -291,8 +276,8 @@ def _without_lse_gradient(call: Call, name: str, framework: str) -> Call:
 
 def _refuse_lse_gradient(name: str) -> NoReturn:
     raise Unsupported(
-        f"no gradient flows through the LSE of {name}: cut it off (detach, stop_gradient) if it is only read, or "
-        "ask for torch.eager or torch.pair, jax.einsum or jax.pair, whose LSE has one."
+        f"no gradient flows through the LSE of {name}: detach the LSE (detach, stop_gradient) if it is only read, or "
+        "ask for an implementation whose LSE has a gradient: torch.eager, torch.pair, jax.einsum or jax.pair."
     )
 
 

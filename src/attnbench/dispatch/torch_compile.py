@@ -1,14 +1,14 @@
 """`ab.attention` inside torch.compile: one graph, no break. Needs torch.
 
-Dynamo follows `attention` here and sees plain values only. The choice is made from the shapes while it traces, by a
+Dynamo follows `attention` here and sees only plain values. The choice is made from the shapes while it traces, by a
 function that Dynamo calls and does not follow; then it traces into the call that was built, or, if the implementation
 is not `traceable`, writes one operator into the graph. If a size is dynamic nothing can be chosen yet: the graph gets
 an operator that chooses when it runs, unless a named implementation could not be trained that way.
 
-The operator is `attnbench::forward`, with `attnbench::backward`. It is handed a key to the request; what it runs is
-looked up by the sizes it meets. Its backward is that of the partial form, so nothing is computed twice. If the choice
-is made when the forward runs, the forward returns its number to the backward: other policies may be active by then, or
-in that thread. Arrays are bshd or bhsd, results contiguous.
+The operator is `attnbench::forward`, with `attnbench::backward`. It gets the key of a request and looks up what to run
+by the sizes of its arrays. Its backward pass is the one of the partial form, so nothing is computed twice. If the
+choice is made when the forward runs, the forward returns its number to the backward: other policies may be active by
+then, or in that thread. Arrays are bshd or bhsd, results contiguous.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 
 from attnbench import policy, registry
-from attnbench.dispatch.choice import Decision, chosen
+from attnbench.dispatch.choice import PickDecision, chosen, known_failure, next_choice
 from attnbench.dispatch.demand import Demand, Words, demand_of, to_layout
-from attnbench.dispatch.hooks import OWN_RUN
-from attnbench.dispatch.order import known_failure
-from attnbench.dispatch.plan import Plan, Plans, arranged, built, bytes_kept, next_choice
+from attnbench.dispatch.plan import OWN_RUN, Plans, arranged, built, bytes_kept
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arguments import LAYOUTS, both_heads
@@ -51,12 +49,12 @@ class Outline(NamedTuple):
     device: Any
 
 
-class Calls:
+class TracedCalls:
     """Calls that traced code runs, by attribute: Dynamo can trace and guard what it finds at a place of its own.
 
-    Nothing is ever dropped: compiled code is guarded by what it found here, holds no reference to it, and tells nobody
-    when it is thrown away. So it grows by one entry for each call that differs in what a choice depends on
-    (shapes, dtypes, device, gradients, words, mask, pick), and by none for a call that is traced again.
+    Nothing is ever dropped: compiled code is guarded by the entry that it found here, holds no reference to it, and
+    gives no notice when it is thrown away. So the object grows by one entry for each call that differs in what a choice
+    depends on (shapes, dtypes, device, gradients, words, mask, pick), and by none for a call that is traced again.
     """
 
     def keep(self, call: Call, *what: Any) -> str:
@@ -66,7 +64,7 @@ class Calls:
         return name
 
 
-CALLS = Calls()
+CALLS = TracedCalls()
 
 
 def attention(
@@ -84,24 +82,24 @@ def attention(
     """Compute `attnbench.attention` by a call that Dynamo can trace."""
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
-    known = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
-    if known or (train and must_be_traced(impl)):
+    static = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
+    if static or (train and must_be_traced(impl)):
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        name = chosen_now(outlines, train, *words)
+        name = choose_now(outlines, train, *words)
     else:
-        name = chosen_when_run(train, *words)
+        name = choose_when_run(train, *words)
     return getattr(CALLS, name)(q, k, v)
 
 
 def specialised(value: Any) -> Any:
-    """Return a value with plain numbers, which Dynamo guards on, in place of those that it made symbols of."""
+    """Return a value with plain numbers, which Dynamo guards on, in place of numbers that Dynamo made symbols of."""
     if isinstance(value, tuple):
         return tuple([specialised(one) for one in value])
     return guard_scalar(value) if isinstance(value, (int, float)) else value
 
 
 @constant_when_traced
-def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) -> str:
+def choose_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) -> str:
     """Return the name in CALLS of what the traced call runs, in its own layout."""
     words = Words(mask_of(mask), *rest)
     q, k, v = (Outline(*one) for one in outlines)
@@ -117,7 +115,7 @@ def chosen_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
 
 
 @constant_when_traced
-def chosen_when_run(train: bool, mask: Any, *rest: Any) -> str:
+def choose_when_run(train: bool, mask: Any, *rest: Any) -> str:
     """Return the name in CALLS of an operator for any sizes."""
     return CALLS.keep(as_operator(Words(mask_of(mask), *rest), train), train, mask, rest)
 
@@ -138,8 +136,8 @@ def must_be_traced(impl: str) -> bool:
 def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> Call:
     """Return what a call with meta or fake tensors runs: it computes their shapes, and can be traced into a graph.
 
-    An implementation that is not `traceable` is one operator, as inside torch.compile, and so is one for sizes that are
-    symbols, which is chosen when the graph runs.
+    An implementation that is not `traceable` becomes one operator, as inside torch.compile. So does a call with
+    symbolic sizes, whose implementation is chosen when the graph runs.
     """
     symbols = any(not isinstance(size, int) for x in (q, k, v) for size in x.shape)
     if symbols and not (train and must_be_traced(words.impl)):
@@ -152,11 +150,11 @@ def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> 
 
 
 def _error_of(
-    pick: Implementation, decision: Decision, demand: Demand, layout: str, outlines: tuple[Outline, ...]
+    pick: Implementation, decision: PickDecision, demand: Demand, layout: str, outlines: tuple[Outline, ...]
 ) -> Unsupported | None:
-    """Return the Unsupported that an implementation raises with tensors that have no numbers; None without one.
+    """Return the Unsupported that an implementation raises with tensors that have no numbers; None if it raises none.
 
-    Inside the graph its error could not be caught. What compiles by itself is not tried.
+    Inside the graph the error could not be caught. An implementation that compiles by itself is not tried.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -174,7 +172,7 @@ def _error_of(
     return None
 
 
-class Request(NamedTuple):
+class GraphRequest(NamedTuple):
     """Arguments that a graph gives its operator once; the pick is None if sizes were dynamic."""
 
     words: Words
@@ -182,7 +180,7 @@ class Request(NamedTuple):
     pick: tuple[str, Config] | None
 
 
-class Kernels(NamedTuple):
+class GraphKernels(NamedTuple):
     """Functions on arrays in the request's layout; no backward if no gradients were asked."""
 
     pick: tuple[str, Config]
@@ -190,7 +188,7 @@ class Kernels(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, ...]] | None
 
 
-_requests: dict[str, Request] = {}
+_requests: dict[str, GraphRequest] = {}
 _picks: list[tuple[str, Config]] = []
 """Choices made while a graph ran; the forward returns an index into this list to the backward."""
 _picked = Plans()
@@ -202,12 +200,12 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
     """Return a function that torch.compile can trace: the operator, and what packed arrays need around it."""
     layout, heads, return_lse = words.layout, words.heads, words.return_lse
     if layout not in LAYOUTS:
-        raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
+        raise InvalidWorkload(f'layout must be one of {", ".join(LAYOUTS)}, not "{layout}".')
     if (layout == "packed") != (heads is not None):
-        raise InvalidWorkload("heads= belongs to layout packed, which needs it.")
+        raise InvalidWorkload("layout packed needs heads=, and no other layout takes it.")
     q_heads, kv_heads = both_heads(heads)
     inner = "bshd" if layout == "packed" else layout
-    key = _remember(Request(words._replace(layout=inner, heads=None), train, pick))
+    key = _remember(GraphRequest(words._replace(layout=inner, heads=None), train, pick))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         q = to_layout(q, layout, inner, q_heads)
@@ -219,7 +217,7 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
     return run
 
 
-def _remember(request: Request) -> str:
+def _remember(request: GraphRequest) -> str:
     """Keep a request and return its key, which is the same in every process: compiled graphs are cached on disk."""
     mask, *rest = request.words
     pick = request.pick and (request.pick[0], sorted(request.pick[1].items()))
@@ -228,9 +226,11 @@ def _remember(request: Request) -> str:
     return key
 
 
-def _asked(key: str) -> Request:
+def _request_of(key: str) -> GraphRequest:
     if key not in _requests:
-        raise UsageError("this graph was compiled in another process: compile it here, so that it knows its mask.")
+        raise UsageError(
+            "this graph was compiled in another process, so its mask is unknown: compile it in this process."
+        )
     return _requests[key]
 
 
@@ -238,7 +238,7 @@ def _asked(key: str) -> Request:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, lse, ran): the LSE is undefined unless asked for, `ran` is empty if the choice came before."""
+    """Return (out, lse, ran): the LSE is undefined unless asked for; `ran` is empty if the choice was made before."""
     while True:
         at = _choice(q, k, v, key)
         kernels = _kernels_for(q, k, v, key, at)
@@ -260,14 +260,14 @@ def _empty(
 
 
 def _empty_ran(q: torch.Tensor, key: str) -> torch.Tensor:
-    """Return one number on the host, or an empty tensor of the device: a graph of one device stays one."""
-    chooses = _asked(key).pick is None
+    """Return one number on the host, or an empty tensor on the device, so that a graph of one device stays one."""
+    chooses = _request_of(key).pick is None
     return torch.empty((1,) if chooses else (0,), dtype=torch.int64, device="cpu" if chooses else q.device)
 
 
 def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
     batch, second, third, _ = q.shape
-    rows = (second, third) if _asked(key).words.layout == "bhsd" else (third, second)
+    rows = (second, third) if _request_of(key).words.layout == "bhsd" else (third, second)
     return q.new_empty((batch, *rows), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -305,7 +305,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, ran = ctx.saved_tensors
-    words = _asked(ctx.key).words
+    words = _request_of(ctx.key).words
 
     def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.attnbench.backward(*arrays, ran, ctx.key)
@@ -326,16 +326,16 @@ backward.register_autograd(refuse)
 
 def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
     """Return the index in `_picks` of what a forward pass runs; the active policies are asked once for each problem."""
-    request = _asked(key)
+    request = _request_of(key)
     if request.pick is not None:
         return CHOSEN_BEFORE
     place = (*_place(q, k, v, key), current(), policy.generation())
-    found: Any = _picked.get(place)
-    if found is None:
+    index: Any = _picked.get(place)
+    if index is None:
         pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))
-        found = _number(pick.name, decision.config)
-        _picked.put(place, Plan(found))
-    return found
+        index = _number(pick.name, decision.config)
+        _picked.put(place, index)
+    return index
 
 
 def _number(name: str, config: Config) -> int:
@@ -346,37 +346,39 @@ def _number(name: str, config: Config) -> int:
         return _picks.index((name, config))
 
 
-def _replace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, failed: Kernels, error: Unsupported) -> None:
+def _replace(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, failed: GraphKernels, error: Unsupported
+) -> None:
     """Replace an automatic choice that could not run by the next candidate; raise the error if there is none.
 
-    If the choice came before, the backward pass follows: it takes any kernel's output and LSE.
+    If the choice was made before, the backward pass is replaced too: it takes the output and LSE of any kernel.
     """
-    request, place = _asked(key), _place(q, k, v, key)
+    request, place = _request_of(key), _place(q, k, v, key)
     if request.words.impl != "auto":
         raise error
     demand = demand_of(q, k, v, request.words, request.train, "operator")
     pick, decision = next_choice(*failed.pick, demand, error)
     if request.pick is None:
-        _picked.put((*place, current(), policy.generation()), Plan(_number(pick.name, decision.config)))
+        _picked.put((*place, current(), policy.generation()), _number(pick.name, decision.config))
     else:
         kernels = _build(request, demand, pick, decision.config)
-        _kernels.put((*place, CHOSEN_BEFORE), Plan(kernels, bytes_kept(demand)))
+        _kernels.put((*place, CHOSEN_BEFORE), kernels, bytes_kept(demand))
 
 
-def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at: int) -> Kernels:
+def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at: int) -> GraphKernels:
     place = (*_place(q, k, v, key), at)
-    found: Any = _kernels.get(place)
-    if found is None:
-        request = _asked(key)
+    kernels: Any = _kernels.get(place)
+    if kernels is None:
+        request = _request_of(key)
         name, config = _picks[at] if request.pick is None else request.pick
         demand = demand_of(q, k, v, request.words, request.train, "operator")
         pick = registry.get(name).configured(config)
         if at == CHOSEN_BEFORE and request.words.impl == "auto" and known_failure(name, config, demand):
             pick, decision = chosen("auto", demand)
             config = decision.config
-        found = _build(request, demand, pick, config)
-        _kernels.put(place, Plan(found, bytes_kept(demand)))
-    return found
+        kernels = _build(request, demand, pick, config)
+        _kernels.put(place, kernels, bytes_kept(demand))
+    return kernels
 
 
 def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[Any, ...]:
@@ -384,13 +386,14 @@ def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple
     return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *devices, registry.generation())
 
 
-def _build(request: Request, demand: Demand, pick: Implementation, config: Config) -> Kernels:
+def _build(request: GraphRequest, demand: Demand, pick: Implementation, config: Config) -> GraphKernels:
     workload, words, layout = demand.workload, request.words, request.words.layout
     if not request.train:
         call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
         assert call is not None
         run = arranged(call, demand, layout, pick.layout)
-        return Kernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None), None)
+        both = run if words.return_lse else lambda q, k, v: (run(q, k, v), None)
+        return GraphKernels((pick.name, config), both, None)
     pair = pick.partial(workload, config)
     assert pair is not None
 
@@ -405,4 +408,4 @@ def _build(request: Request, demand: Demand, pick: Implementation, config: Confi
         q, k, v, out, dout = to_native((q, k, v, out, dout))
         return tuple(to_layout(x, "bshd", layout) for x in pair[1](q, k, v, out, lse, dout))
 
-    return Kernels((pick.name, config), forward, backward)
+    return GraphKernels((pick.name, config), forward, backward)

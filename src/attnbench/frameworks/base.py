@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
     value: Any
     refused: bool = False
-    """Whether a kernel that changes it cannot be measured; otherwise the change is noted in the record."""
+    """Whether a kernel that changes it cannot be measured; otherwise the record notes the change."""
     remedy: str = ""
     """Advice for the user; {0} stands for the new value."""
     set_again: bool = False
@@ -43,14 +43,14 @@ class Watched(NamedTuple):
     kinds: tuple[type, ...] = (FunctionType, BuiltinFunctionType, type)
     refused: bool = True
     harness: bool = True
-    """False for what belongs to a library that other libraries may wrap."""
+    """False for objects of a library that other libraries may wrap."""
     code: bool = False
     """Whether the code of Python functions is watched too."""
 
 
 class Inputs(NamedTuple):
     """Arrays of one call in the implementation's layout; `dout` is the random cotangent of the output, or a function
-    that makes it, so that a forward pass that comes first cannot know it."""
+    that makes it, so that a forward pass that runs before cannot know it."""
 
     q: Array
     k: Array
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class InputSets(Protocol):
-    """A list of inputs, or something that makes the one asked for."""
+    """A list of inputs, or an object that makes each item when it is asked for."""
 
     def __len__(self) -> int: ...
 
@@ -92,7 +92,7 @@ class Programs:
     parts: Mapping[str, Program] = field(default_factory=dict)
     """For a train pass: "forward" (saving what backward needs) and "backward"."""
     temp_bytes: int | None = None
-    """Peak scratch that the compiler planned, where it says."""
+    """Peak scratch that the compiler planned; None if it does not report that."""
 
 
 OUTPUTS: Mapping[Pass, tuple[str, ...]] = {
@@ -110,27 +110,27 @@ class Samples(NamedTuple):
 
 
 class Watch:
-    """Observer of the outputs of timed calls, never while the clock runs. This base class looks at none."""
+    """Observer of the outputs of timed calls, never while the clock runs. This base class looks at no output."""
 
     def pick(self, calls: int) -> Sequence[int]:
-        """Choose which of the next so many calls are looked at, in order; asked when their inputs are prepared."""
+        """Choose which of the next `calls` calls are looked at, in order; called when their inputs are prepared."""
         del calls
         return ()
 
     def picks(self, count: int, calls: int) -> frozenset[int]:
-        """Choose among the calls of so many samples at once, counted from the first call of the visit."""
+        """Choose among the calls of `count` samples at once, counted from the first call of the visit."""
         return frozenset(calls * sample + index for sample in range(count) for index in self.pick(calls))
 
     def look(self, call: int, output: tuple[Array, ...]) -> None:
-        """Take what is needed of the output of a picked call, whose inputs were the item `call` of the visit's. By the
-        clocks of an accelerator nothing has waited for the call yet: what is copied is copied in stream order."""
+        """Copy what is needed of the output of a picked call, whose inputs were item `call` of the visit's. With the
+        clocks of an accelerator nothing has waited for the call yet: copies are made in stream order."""
 
 
 UNWATCHED = Watch()
 
 
 def cut_after(prepared: Sequence[Any], picked: Sequence[int]) -> list[Sequence[Any]]:
-    """Cut prepared calls so that each picked one ends a piece: what it returns can be kept without work per call."""
+    """Cut prepared calls so that each picked call ends a piece: its output can be kept without work per call."""
     edges = [0, *(index + 1 for index in picked), len(prepared)]
     return [prepared[begin:end] for begin, end in pairwise(edges) if begin < end]
 
@@ -162,8 +162,9 @@ def hooks() -> tuple[Any, ...]:
     """Return the functions that Python calls by itself: profile and trace functions, monitoring tools, callbacks of
     garbage collection.
 
-    A call that leaves one behind can work on when the clock has been read, so the wall clocks ask before they read it;
-    that takes less than a microsecond. (Tools of sys.monitoring exist from Python 3.12 on.)
+    A call that leaves such a function behind can go on working after the clock has been read, so the wall clocks
+    compare these functions before they read the clock; that takes less than a microsecond. (Tools of sys.monitoring
+    exist from Python 3.12 on.)
     """
     tools = () if MONITORING is None else tuple(map(MONITORING.get_tool, range(TOOLS)))
     return id(getprofile()), id(gettrace()), tools, tuple(map(id, gc.callbacks))
@@ -177,8 +178,7 @@ def require_unhooked(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
     names = ("a profile function", "a trace function", "a tool of sys.monitoring", "a callback of garbage collection")
     if changed := [name for name, old, new in zip(names, before, after) if old != new]:
         raise Untrusted(
-            f"a timed call left {' and '.join(changed)} behind or removed it: work could be done when the clock has "
-            "been read"
+            f"a timed call added or removed {' and '.join(changed)}, which could do work after the clock has been read"
         )
 
 
@@ -207,7 +207,7 @@ class WallClock(Clock):
     def sample(
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
     ) -> Samples:
-        wait, now, run = self._framework.wait, perf_counter_ns, program.run
+        wait, now, run = self._framework.wait, self._now(), program.run
         ns: list[float] = []
         output: tuple[Array, ...] = ()
         for first in range(0, count * calls, calls):
@@ -229,48 +229,29 @@ class WallClock(Clock):
                 watch.look(first + index, found)
         return Samples(ns)
 
+    def _now(self) -> Callable[[], float]:
+        """Return the function that reads the clock, in nanoseconds."""
+        return perf_counter_ns
+
 
 class Stopwatch:
-    """Times that calls measure themselves: of ranks that start together, without passing arrays to them."""
+    """Time that calls measure themselves: the time of ranks that start together, without passing arrays to them."""
 
     def __init__(self) -> None:
         self.ns = 0.0
 
-    def take(self) -> float:
-        """Return the time gathered since the last call, and start from 0."""
-        taken, self.ns = self.ns, 0.0
-        return taken
 
-
-class OwnClock(Clock):
+class OwnClock(WallClock):
     """Clock that reads what the calls measured."""
 
     name = "ranks"
 
     def __init__(self, framework: Framework, stopwatch: Stopwatch) -> None:
-        self._framework, self._stopwatch = framework, stopwatch
+        super().__init__(framework)
+        self._stopwatch = stopwatch
 
-    def sample(
-        self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
-    ) -> Samples:
-        ns: list[float] = []
-        output: tuple[Array, ...] = ()
-        for first in range(0, count * calls, calls):
-            prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(first, first + calls)]
-            self._framework.wait(prepared)
-            picked, kept = watch.pick(calls), []
-            before = hooks()
-            self._stopwatch.take()
-            for piece in cut_after(prepared, picked):
-                for state in piece:
-                    output = program.run(state)
-                    self._framework.wait(output)
-                kept.append(output)
-            require_unhooked(before, hooks())
-            ns.append(self._stopwatch.take() / calls)
-            for index, found in zip(picked, kept):
-                watch.look(first + index, found)
-        return Samples(ns)
+    def _now(self) -> Callable[[], float]:
+        return lambda: self._stopwatch.ns
 
 
 class Framework(ABC):
@@ -292,7 +273,7 @@ class Framework(ABC):
         libraries."""
 
     def settings(self) -> Mapping[str, Setting]:
-        """Return what this library has set for the whole process and calls depend on, by name; starts no device."""
+        """Return the settings of the whole process that calls of this library depend on, by name; start no device."""
         return {}
 
     def functions(self) -> Sequence[tuple[str, Any, Watched]]:
@@ -356,10 +337,10 @@ class Framework(ABC):
 
     def checksum(self, array: Array) -> bytes:
         """Return a digest of the bits of an array that can be changed in place, to tell later whether it was."""
-        raise NotImplementedError(f"arrays of {self.name} cannot be changed")
+        raise NotImplementedError(f"arrays of {self.name} cannot be changed in place")
 
     def on_one_device(self, array: Array) -> Array:
-        """Return the array gathered on one device if it lies on several."""
+        """Return the array, gathered on one device if it is on several."""
         return array
 
     @abstractmethod
@@ -376,7 +357,7 @@ class Framework(ABC):
 
     def overwrite(self, array: Array, values: Array) -> None:
         """Write other values into the array's memory, leaving no trace of that (such as torch's version counter)."""
-        raise NotImplementedError(f"arrays of {self.name} cannot be changed")
+        raise NotImplementedError(f"arrays of {self.name} cannot be changed in place")
 
     @abstractmethod
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
@@ -395,7 +376,7 @@ class Framework(ABC):
         """Return the peak extra memory of one call."""
 
     def held(self, device: str) -> int | None:
-        """Return the bytes that the process holds now for arrays between calls; None if they cannot be told."""
+        """Return the bytes that the process holds now for arrays between calls; None if that is unknown."""
         del device
         return None
 
@@ -430,7 +411,7 @@ class Framework(ABC):
         return function
 
     def trim(self) -> None:  # noqa: B027 (an optional hook)
-        """Give memory that is kept for reuse back to the device, where that can be done."""
+        """Give memory that is kept for reuse back to the device, if the framework can."""
 
     def reset(self) -> None:  # noqa: B027 (an optional hook)
         """Forget compiled code and free cached memory between workloads."""

@@ -34,7 +34,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class HostMemory(NamedTuple):
-    """Bytes in all, and those that can still be had."""
+    """Bytes in total, and bytes still available."""
 
     total: int
     available: int
@@ -60,7 +60,7 @@ def _number(path: Path) -> int | None:
 
 
 def large_blocks() -> int | None:
-    """Return the bytes of all large blocks that the process holds, those that malloc took one by one from the system.
+    """Return the bytes of all large blocks that the process holds: blocks that malloc took one by one from the system.
 
     Whichever library asked for them counts. None if the C library does not say.
     """

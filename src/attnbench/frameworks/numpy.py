@@ -33,7 +33,7 @@ BLAS_COUNTERS = (
     "openblas_get_num_threads",
     "MKL_Get_Max_Threads",
 )
-THREADS = "remove that call and pass --threads, which holds for all that are measured"
+THREADS = "remove that call and pass --threads, which applies to every implementation that is measured"
 
 
 def cpu_name() -> str:
@@ -60,17 +60,10 @@ def cpu_facts() -> dict[str, Any]:
     }
 
 
-def _openmp_threads() -> int:
-    """Return the threads that OMP_NUM_THREADS sets for the outermost level ("4,2" has two levels); 0 if it sets
-    none."""
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() else 0
-
-
 @cache
 def _blas_counters() -> tuple[Callable[[], int], ...]:
     """Return the functions that count the threads of the BLAS libraries in this process; none but on Linux."""
-    found: list[Callable[[], int]] = []
+    counters: list[Callable[[], int]] = []
     for path in mapped_files():
         if not re.search(r"/[^/]*(openblas|mkl_rt)[^/]*\.so[^/]*$", path):
             continue
@@ -78,19 +71,19 @@ def _blas_counters() -> tuple[Callable[[], int], ...]:
             library = ctypes.CDLL(path)
             name = next((one for one in BLAS_COUNTERS if hasattr(library, one)), None)
             if name is not None:
-                found.append(getattr(library, name))
-    return tuple(found)
+                counters.append(getattr(library, name))
+    return tuple(counters)
 
 
 def versions(*names: str) -> dict[str, str]:
     """Return the versions of the distributions that are installed."""
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 class NumpyFramework(Framework):
@@ -104,11 +97,13 @@ class NumpyFramework(Framework):
 
     def environment(self, device: str) -> Environment:
         facts = cpu_facts()
+        # Threads of the outermost level: "4,2" has two levels.
+        openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         return Environment(
             device="cpu",
             device_name=facts["cpu"],
             framework="numpy",
-            threads=_openmp_threads() or facts["cores"],
+            threads=(int(openmp) if openmp.isdecimal() else 0) or facts["cores"],
             packages=versions("numpy"),
             **facts,
         )
@@ -146,7 +141,7 @@ class NumpyFramework(Framework):
             return Programs(forward, 0)
         vjp = getattr(call, "vjp", None)
         if vjp is None:
-            raise Unsupported("NumPy has no automatic gradients, and this call brings no vjp of its own")
+            raise Unsupported("NumPy has no automatic differentiation, and this call does not define vjp")
         backward = Program(lambda x: tuple(vjp(*x)), Inputs.settled)
         if pass_ == "backward":
             return Programs(backward, 0)
@@ -222,7 +217,7 @@ class NumpyFramework(Framework):
         return Program(lambda _: (a @ b, a, b))
 
     def copy(self, size_bytes: int, device: str) -> Program:
-        source = np.random.default_rng().standard_normal(size_bytes // 4, dtype=np.float32)
+        source = np.arange(size_bytes // 4, dtype=np.float32)
         target = np.empty_like(source)
 
         def run(_: Any) -> tuple[Array, ...]:

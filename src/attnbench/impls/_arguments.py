@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share, and the workload that live arrays amount to."""
+"""Checks of arguments that several functions share, and the workload that a call with given arrays computes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def check_whole(name: str, value: Any, least: int) -> None:
 def check_scale(scale: Any) -> None:
     """Refuse a scale that is not a finite number or None."""
     if scale is not None and not (number(scale) and math.isfinite(scale)):
-        raise UsageError(f"scale is a finite number, or None for head_dim ** -0.5, not {scale!r}.")
+        raise UsageError(f"scale must be a finite number, or None for head_dim ** -0.5, not {scale!r}.")
 
 
 def check_causal(causal: Any) -> None:
     """Refuse values other than True and False."""
     if not isinstance(causal, bool):
-        raise UsageError(f"causal is True or False, not {causal!r}.")
+        raise UsageError(f"causal must be True or False, not {causal!r}.")
 
 
 def check_mix_grad(mix_grad: Any) -> None:
     """Refuse unknown ways to differentiate the mixing of dilated branches."""
     if mix_grad not in ("full", "detached"):
-        raise UsageError(f'mix_grad is "full" or "detached" (torchscale), not "{mix_grad}".')
+        raise UsageError(f'mix_grad must be "full" or "detached" (torchscale), not "{mix_grad}".')
 
 
 def check_tensors(who: str, *arrays: Any) -> None:
@@ -45,7 +45,7 @@ def check_tensors(who: str, *arrays: Any) -> None:
 
     for x in arrays:
         if not isinstance(x, torch.Tensor):
-            raise UsageError(f"{who} takes torch tensors, not {kind_of(x)}: torch.as_tensor(x) makes one.")
+            raise UsageError(f"{who} takes torch tensors, not {kind_of(x)}: convert with torch.as_tensor(x).")
 
 
 def kind_of(x: Any) -> str:
@@ -59,7 +59,7 @@ def kind_of(x: Any) -> str:
 LAYOUTS = ("bshd", "bhsd", "packed")
 
 
-class Sizes(NamedTuple):
+class ArraySizes(NamedTuple):
     """Batch, tokens, heads and dim of an array."""
 
     batch: int
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
     dim: int
 
 
-def sizes(array: Array, layout: str, heads: int | None) -> Sizes:
+def sizes(array: Array, layout: str, heads: int | None) -> ArraySizes:
     """Read the sizes from an array in its layout."""
     shape = tuple(array.shape)
     if layout == "packed":
@@ -76,11 +76,11 @@ def sizes(array: Array, layout: str, heads: int | None) -> Sizes:
             raise InvalidWorkload(
                 f"a packed array is [batch, tokens, heads * dim] with heads= given; this one is {shape}, heads={heads}."
             )
-        return Sizes(shape[0], shape[1], heads, shape[2] // heads)
+        return ArraySizes(shape[0], shape[1], heads, shape[2] // heads)
     if len(shape) != 4:
-        raise InvalidWorkload(f"layout {layout} has 4 axes, not {len(shape)}: {shape}.")
+        raise InvalidWorkload(f"an array in layout {layout} has 4 axes, not {len(shape)}: its shape is {shape}.")
     batch, second, third, dim = shape
-    return Sizes(batch, second, third, dim) if layout == "bshd" else Sizes(batch, third, second, dim)
+    return ArraySizes(batch, second, third, dim) if layout == "bshd" else ArraySizes(batch, third, second, dim)
 
 
 def workload_of(
@@ -109,21 +109,21 @@ def both_heads(heads: int | tuple[int, int] | None) -> tuple[int | None, int | N
         return None, None
     pair = heads if isinstance(heads, tuple) else (heads, heads)
     if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
-        raise InvalidWorkload(f"heads= is a number of heads, or (heads, kv_heads), not {heads!r}.")
+        raise InvalidWorkload(f"heads= must be a number of heads, or (heads, kv_heads), not {heads!r}.")
     return pair
 
 
 def fitting(
     q: Array, k: Array, v: Array, layout: str = "bshd", heads: int | tuple[int, int] | None = None
-) -> tuple[Sizes, Sizes, Sizes, str]:
+) -> tuple[ArraySizes, ArraySizes, ArraySizes, str]:
     """Return the sizes of three arrays that fit together, and their dtype; raise if they do not fit.
 
     torch's tensors must be on one device; JAX itself checks arrays on several devices.
     """
     if layout not in LAYOUTS:
-        raise InvalidWorkload(f'layout is one of {", ".join(LAYOUTS)}, not "{layout}".')
+        raise InvalidWorkload(f'layout must be one of {", ".join(LAYOUTS)}, not "{layout}".')
     if heads is not None and layout != "packed":
-        raise InvalidWorkload(f"heads= is for layout packed only; in layout {layout} the arrays have an axis of heads.")
+        raise InvalidWorkload(f"heads= is for layout packed only: in layout {layout} the arrays have a heads axis.")
     q_heads, kv_heads = both_heads(heads)
     a, b, c = (sizes(x, layout, n) for x, n in ((q, q_heads), (k, kv_heads), (v, kv_heads)))
     if a.batch != b.batch or b[:3] != c[:3] or a.dim != b.dim:
@@ -132,7 +132,7 @@ def fitting(
     if str(q.dtype).startswith("torch."):
         devices = {str(device): None for x in (q, k, v) if (device := getattr(x, "device", None)) is not None}
         if len(devices) > 1:
-            raise InvalidWorkload(f"q, k and v must lie on one device, not on {' and '.join(devices)}.")
+            raise InvalidWorkload(f"q, k and v must be on one device, not on {' and '.join(devices)}.")
     dtypes = {dtype_name(x) for x in (q, k, v)}
     if len(dtypes) > 1:
         raise InvalidWorkload(f"q, k and v must have one dtype, not {', '.join(sorted(dtypes))}.")

@@ -117,7 +117,7 @@ def find_module(module: str) -> ModuleSpec | None:
     for child in children:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # By its bare name: a dotted one makes the finder look for the parent among the imported modules.
+        # Search by the bare name: with a dotted name the finder looks for the parent among the imported modules.
         spec = PathFinder.find_spec(child, list(spec.submodule_search_locations))
     return spec
 

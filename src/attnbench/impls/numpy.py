@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from attnbench import reference
-from attnbench.impls.conditions import first_reason, needs_dtype
+from attnbench.impls.conditions import needs_dtype
 from attnbench.masks.large_bias import finite
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
@@ -47,7 +47,7 @@ class NumpyAttention(Implementation):
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         dtypes = ("float32", "float64") if self._working is np.float64 else ("float32",)
-        return first_reason(needs_dtype(workload, *dtypes))
+        return needs_dtype(workload, *dtypes)
 
     def build(self, workload: Workload, config: Config) -> Call:
         return _NumpyCall(workload, self._working, with_lse=False)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_device
-from attnbench.impls.partial.torch_passes import merge_, nothing_yet
-from attnbench.kernels.ring.schedule import Run, Tile, block_tiles
-from attnbench.kernels.ring.settings import check_inner, needs_dense_mask, problem_of
-from attnbench.kernels.ring.work import Kernels
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.impls.partial.torch_passes import nothing_yet
+from attnbench.kernels.ring.schedule import Tile, TokenRun, block_tiles, check_inner, needs_dense_mask, problem_of
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 if TYPE_CHECKING:
     import torch
+
+    from attnbench.kernels.ring.work import TileKernels
 
 LEAST_CHUNKS = 4
 """Fewest chunks of a sequence: short sequences are cut too, so that what is verified small is what runs large."""
@@ -45,13 +45,13 @@ class Chunked(Implementation):
         return first_reason(self.available(environment), needs_dense_mask(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
-        plan = Plan(workload, {**self.tunables, **config})
+        plan = TilePlan(workload, {**self.tunables, **config})
         return lambda q, k, v: _operation()(q, k, v, plan)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        plan = Plan(workload, {**self.tunables, **config})
+        plan = TilePlan(workload, {**self.tunables, **config})
 
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             out, lse = _operation()(q, k, v, plan)
             return out, lse.float()
 
@@ -64,24 +64,30 @@ def _check_chunk(chunk: object) -> int:
     return chunk
 
 
-class Plan:
+class TilePlan:
     """The tiles of a problem, query chunk by query chunk, and their kernels."""
 
     def __init__(self, workload: Workload, config: Config) -> None:
         chunk = _check_chunk(config["chunk"])
+
+        def kernels(device: torch.device) -> TileKernels:
+            from attnbench.kernels.ring.work import TileKernels
+
+            return TileKernels(workload, str(config["inner"]), device)
+
+        self.kernels = lru_cache(kernels)
         self._problem = problem_of(workload, 1, "contiguous")
         self._chunk = min(chunk, -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
-        self.kernels = lru_cache(lambda device: Kernels(workload, str(config["inner"]), device))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tile]]]:
         """Yield the rows of each query chunk, and its tiles with rows counted from the chunk's first row."""
-        one = self._problem
-        for row in range(0, one.q_len, self._chunk):
-            queries, tiles = Run(row, min(self._chunk, one.q_len - row)), []
-            for key in range(0, one.kv_len, self._chunk):
-                keys = Run(key, min(self._chunk, one.kv_len - key))
-                found = block_tiles([queries], [keys], one.causal, one.shift)
-                tiles += [tile._replace(key=tile.key + key, key_end=tile.key_end + key) for tile in found]
+        problem = self._problem
+        for row in range(0, problem.q_len, self._chunk):
+            queries, tiles = TokenRun(row, min(self._chunk, problem.q_len - row)), []
+            for key in range(0, problem.kv_len, self._chunk):
+                keys = TokenRun(key, min(self._chunk, problem.kv_len - key))
+                of_chunk = block_tiles([queries], [keys], problem.causal, problem.shift)
+                tiles += [tile._replace(key=tile.key + key, key_end=tile.key_end + key) for tile in of_chunk]
             yield slice(row, row + queries.size), tiles
 
 
@@ -101,48 +107,35 @@ def _operation() -> Any:
     return Operation(_forward, keep, backward)
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Array, k: Array, v: Array, plan: TilePlan) -> tuple[Array, Array]:
     import torch
 
-    kernels = plan.kernels(q.device)
+    from attnbench.kernels.ring.work import attend_tiles
+
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide, device=q.device)
     for rows, tiles in plan.chunks():
         part = q[:, rows]
         total, total_lse = nothing_yet((*part.shape[:3], v.shape[-1]), q.dtype, q.device)
-        for tile in tiles:
-            mine, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
-            found = kernels.at(tile)[0](part[:, mine], k[:, keys], v[:, keys])
-            merge_(total[:, mine], total_lse[:, :, mine], *found)
+        attend_tiles(plan.kernels(q.device), tiles, part, (k, v), total, total_lse)
         out[:, rows], lse[:, :, rows] = total, total_lse
     return out, lse
 
 
 def _backward(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan: TilePlan, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array
+) -> tuple[Array, Array, Array]:
     import torch
 
-    kernels, wide = plan.kernels(q.device), lse.dtype
+    from attnbench.kernels.ring.work import differentiate_tiles
+
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, tiles in plan.chunks():
-        total = torch.zeros_like(q[:, rows], dtype=wide)
-        for tile in tiles:
-            mine = slice(rows.start + tile.row, rows.start + tile.row_end)
-            keys = slice(tile.key, tile.key_end)
-            whole = out[:, mine], lse[:, :, mine], dout[:, mine]
-            found = kernels.at(tile)[1](q[:, mine], k[:, keys], v[:, keys], *whole)
-            sums = total[:, tile.row : tile.row_end], dk[:, keys], dv[:, keys]
-            for one, part in zip(sums, found):
-                one.add_(part)
+        total = torch.zeros_like(q[:, rows], dtype=lse.dtype)
+        whole = out[:, rows], lse[:, :, rows], dout[:, rows]
+        differentiate_tiles(plan.kernels(q.device), tiles, q[:, rows], (k, v), whole, (total, dk, dv))
         dq[:, rows] = total
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 

@@ -46,6 +46,10 @@ class _TokenIds(Mask, frozen=True):
     def per_batch(self) -> bool:
         return self.ids.shape[0] > 1 or (self.q_ids is not None and self.q_ids.shape[0] > 1)
 
+    @property
+    def per_block(self) -> bool:
+        return not np.any(np.diff(self.ids.array, axis=1) < 0)
+
     def check(self, shape: MaskShape) -> None:
         _check_rows(f"{self.kinds[0]} ids", self.ids.array, shape.batch, shape.kv_len, "kv_len")
         if self.q_ids is not None:
@@ -81,10 +85,6 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
     """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of
     `mask_ar`."""
 
-    @property
-    def per_block(self) -> bool:
-        return not np.any(np.diff(self.ids.array, axis=1) < 0)
-
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         query, key = self._lookups(shape, namespace)
         return lambda b, h, q, kv: key(b, h, q, kv) <= query(b, h, q, kv)
@@ -96,10 +96,6 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
 
 class Documents(_TokenIds, frozen=True, tag="documents"):
     """Keys of the same document, ids[j] == q_ids[i]: packed sequences."""
-
-    @property
-    def per_block(self) -> bool:
-        return not np.any(np.diff(self.ids.array, axis=1) < 0)
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         query, key = self._lookups(shape, namespace)
@@ -132,7 +128,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
     def check(self, shape: MaskShape) -> None:
         lengths = self.kv_lengths.array
         if len(lengths) != shape.batch:
-            raise InvalidWorkload(f"lengths names {len(lengths)} batch rows, the workload has {shape.batch}.")
+            raise InvalidWorkload(f"lengths has {len(lengths)} batch rows, the workload has {shape.batch}.")
         if lengths.min() < 0 or lengths.max() > shape.kv_len:
             raise InvalidWorkload(
                 f"key lengths must lie in 0 ... {shape.kv_len}, not {lengths.min()} ... {lengths.max()}."

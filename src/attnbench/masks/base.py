@@ -10,15 +10,19 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from functools import wraps
 from operator import index
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
-from jaxtyping import Bool, Float, Int
 from msgspec import Struct
 
 from attnbench.errors import InvalidWorkload
 from attnbench.tracing import being_traced
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 class FrozenArray(Struct, frozen=True):
@@ -53,7 +57,7 @@ def to_numpy(values: Any, what: str) -> np.ndarray:
     """Return a list, a NumPy or JAX array, or a torch tensor on any device as a NumPy array."""
     if hasattr(values, "detach"):
         if being_traced():
-            raise InvalidWorkload(f"{what} must be known before torch.compile traces: build masks of arrays outside.")
+            raise InvalidWorkload(f"{what} must be known before torch.compile traces: build masks from arrays outside.")
         values = values.detach().cpu()
         values = values.float() if values.dtype.is_floating_point and values.dtype.itemsize < 4 else values
     try:
@@ -73,7 +77,7 @@ def check_constant(values: Any, what: str) -> None:
     """Refuse a torch tensor that requires gradients while gradients are recorded: they would be lost silently."""
     if getattr(values, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise InvalidWorkload(
-            f"{what} is a constant without gradients, but this tensor requires them: pass it with .detach()."
+            f"{what} is a constant without gradients, but this tensor requires gradients: pass it with .detach()."
         )
 
 
@@ -97,7 +101,7 @@ def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:
         axes = " or ".join(str(n) for n in ndim)
         raise InvalidWorkload(f"{what} must be whole numbers with {axes} axes, not {array.dtype} with {array.ndim}.")
     if array.dtype.kind != "b" and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
-        raise InvalidWorkload(f"{what} must fit 32 bits.")
+        raise InvalidWorkload(f"{what} must fit in 32 bits.")
     return freeze(array.astype(np.int32))
 
 
@@ -256,7 +260,7 @@ def query_offset(align: Align, shape: MaskShape) -> int:
 def check_align(align: str) -> None:
     """Refuse anything but "bottom-right" and "top-left"."""
     if align not in ("bottom-right", "top-left"):
-        raise InvalidWorkload(f'align is "bottom-right" or "top-left", not "{align}".')
+        raise InvalidWorkload(f'align must be "bottom-right" or "top-left", not "{align}".')
 
 
 def _interval_pairs(interval: tuple[np.ndarray, np.ndarray], keys: np.ndarray | None, shape: MaskShape) -> int:
@@ -271,3 +275,51 @@ def _interval_pairs(interval: tuple[np.ndarray, np.ndarray], keys: np.ndarray | 
         seen = np.broadcast_to(seen, (len(low), shape.kv_len + 1))
         counts = np.take_along_axis(seen, high, 1) - np.take_along_axis(seen, low, 1)
     return int(counts.sum()) * (shape.batch // len(counts)) * shape.heads
+
+
+MOST_COUNTS = 4096
+"""Number of counts that are kept before all are forgotten."""
+
+
+def _remembered(count: Callable[[Mask, MaskShape], int]) -> Callable[[Mask, MaskShape], int]:
+    """Cache counts by a digest of the mask: a cache of large masks themselves would keep them in memory."""
+    known: dict[tuple[bytes, MaskShape], int] = {}
+
+    @wraps(count)
+    def run(mask: Mask, shape: MaskShape) -> int:
+        key = hashlib.sha256(msgspec.msgpack.encode(mask)).digest(), shape
+        found = known.get(key)
+        if found is None:
+            if len(known) >= MOST_COUNTS:
+                known.clear()
+            found = known[key] = count(mask, shape)
+        return found
+
+    return run
+
+
+@_remembered
+def pairs(mask: Mask, shape: MaskShape) -> int:
+    """Return the exact number of visible pairs, cached because a sweep asks for the same masks many times."""
+    return mask.pairs(shape)
+
+
+@_remembered
+def seen_keys(mask: Mask, shape: MaskShape) -> int:
+    """Return the number of (batch row, key) places that some query sees, so that they must be read.
+
+    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are counted as visible.
+    """
+    seen = np.ones((1, shape.kv_len), bool)
+    for part in mask.split():
+        if (keys := part.key_filter(shape)) is not None:
+            seen = seen & keys
+        elif (interval := part.interval(shape)) is not None:
+            # A key lies in some row's interval if more intervals begin up to it than end there.
+            low, high = (np.clip(edge, 0, shape.kv_len) for edge in np.broadcast_arrays(*interval))
+            changes = np.zeros((len(low), shape.kv_len + 1), np.int64)
+            rows = np.broadcast_to(np.arange(len(low))[:, None], low.shape)
+            np.add.at(changes, (rows, low), 1)
+            np.add.at(changes, (rows, np.maximum(low, high)), -1)
+            seen = seen & (np.cumsum(changes, axis=1)[:, : shape.kv_len] > 0)
+    return int(seen.sum()) * (shape.batch // len(seen))

@@ -8,13 +8,16 @@ its first query lies in, so that no query is left without a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
 
+from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
-from attnbench.masks import AnyMask, MaskShape, blocks, causal, full
+from attnbench.masks import AnyMask, MaskShape
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 BLOCK_SIZE = 128
@@ -26,7 +29,7 @@ MOST_BLOCKS = 1 << 32
 heads."""
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """One row of blocks: of the candidates 0 ... visible - 1 it keeps `budget`, always including `own`."""
 
     own: int
@@ -36,19 +39,19 @@ class Row(NamedTuple):
     """Distance between kept blocks if they were evenly spaced."""
 
 
-def _local(row: Row, rng: np.random.Generator) -> Any:
+def _local(row: BlockRow, rng: np.random.Generator) -> Any:
     """Return the nearest blocks; at an edge the window moves inwards and keeps its width."""
     start = min(max(row.own - row.budget // 2, 0), row.visible - row.budget)
     return np.arange(start, start + row.budget)
 
 
-def _strided(row: Row, rng: np.random.Generator) -> Any:
+def _strided(row: BlockRow, rng: np.random.Generator) -> Any:
     """Return the row's own block and others before it at one stride, continued from the end if rows see that far."""
     distances = np.floor(np.arange(row.budget) * row.stride + ROUNDING).astype(int)
     return (row.own - distances) % row.visible
 
 
-def _global_local(row: Row, rng: np.random.Generator) -> Any:
+def _global_local(row: BlockRow, rng: np.random.Generator) -> Any:
     """Return the first blocks of the sequence, and the nearest blocks for the rest of the budget."""
     first = min(-(-row.budget // GLOBAL_SHARE), row.budget - 1)
     rest = row._replace(own=max(row.own - first, 0), visible=row.visible - first, budget=row.budget - first)
@@ -56,13 +59,13 @@ def _global_local(row: Row, rng: np.random.Generator) -> Any:
     return np.concatenate([np.arange(first), near])
 
 
-def _random(row: Row, rng: np.random.Generator) -> Any:
+def _random(row: BlockRow, rng: np.random.Generator) -> Any:
     """Return the row's own block and random others."""
     others = rng.permutation(row.visible - 1)[: row.budget - 1]
     return np.append(others + (others >= row.own), row.own)
 
 
-PATTERNS: Mapping[str, Callable[[Row, np.random.Generator], Any]] = {
+PATTERNS: Mapping[str, Callable[[BlockRow, np.random.Generator], Any]] = {
     "local": _local,
     "strided": _strided,
     "global_local": _global_local,
@@ -95,10 +98,15 @@ def block_pattern(
         )
     kept = np.zeros((heads, *counts), bool)
     rng = np.random.default_rng(seed)
+    offset = shape.kv_len - shape.q_len
     for head in range(heads):
         for number in range(counts[0]):
-            row = _row(number, sparsity, shape, block_size, causal)
-            if row.visible:
+            last = min((number + 1) * block_size, shape.q_len) - 1 + offset
+            visible = min(max(last // block_size + 1, 0), counts[1]) if causal else counts[1]
+            if visible:
+                own = min(max((number * block_size + offset) // block_size, 0), visible - 1)
+                budget = max(1, int((1 - sparsity) * visible + 0.5))
+                row = BlockRow(own, visible, budget, 1 / (1 - sparsity))
                 kept[head, number, PATTERNS[pattern](row, rng)] = True
     return kept
 
@@ -114,29 +122,13 @@ def sparse_mask(
 ) -> AnyMask:
     """Return the pattern as a mask; `causal() & blocks(...)` if `causal`."""
     kept = block_pattern(pattern, sparsity, shape, block_size=block_size, causal=causal, seed=seed)
-    rest = _causal() if causal else full()
-    return rest & blocks(kept[0] if len(kept) == 1 else kept, block_size)  # pyright: ignore[reportReturnType]
-
-
-_causal = causal
-"""The function `causal`, for functions with a parameter of that name."""
+    rest = masks.causal() if causal else masks.full()
+    return rest & masks.blocks(kept[0] if len(kept) == 1 else kept, block_size)  # pyright: ignore[reportReturnType]
 
 
 def check_sparsity(sparsity: float) -> None:
     """Refuse a value that is not a share of blocks to drop; 1 would leave nothing."""
     if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-        raise InvalidWorkload(f"sparsity is the share of blocks dropped, at least 0 and less than 1, not {sparsity!r}.")
-
-
-def kept_blocks(sparsity: float, visible: int) -> int:
-    """Return how many of a row's visible blocks are kept: the nearest whole number, at least 1 if any is visible."""
-    return max(1, int((1 - sparsity) * visible + 0.5)) if visible else 0
-
-
-def _row(number: int, sparsity: float, shape: MaskShape, size: int, causal: bool) -> Row:
-    offset = shape.kv_len - shape.q_len
-    blocks_in_all = -(-shape.kv_len // size)
-    last = min((number + 1) * size, shape.q_len) - 1 + offset
-    visible = min(max(last // size + 1, 0), blocks_in_all) if causal else blocks_in_all
-    own = min(max((number * size + offset) // size, 0), max(visible - 1, 0))
-    return Row(own, visible, kept_blocks(sparsity, visible), 1 / (1 - sparsity))
+        raise InvalidWorkload(
+            f"sparsity, the share of blocks dropped, must be at least 0 and less than 1, not {sparsity!r}."
+        )

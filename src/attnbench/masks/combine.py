@@ -25,7 +25,7 @@ class Both(Mask, frozen=True, tag="both"):
 
     def __post_init__(self) -> None:
         if len(self.parts) > MOST_PARTS:
-            raise InvalidWorkload(f"a mask can join {MOST_PARTS} others at most, not {len(self.parts)}.")
+            raise InvalidWorkload(f"a mask can combine at most {MOST_PARTS} parts, not {len(self.parts)}.")
 
     def split(self) -> tuple[Mask, ...]:
         return self.parts
@@ -68,7 +68,7 @@ class Both(Mask, frozen=True, tag="both"):
 
     def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
         wide = _InFloat64(namespace) if sum(part.weighted for part in self.parts) > 1 else namespace
-        weights = [w for part in self.parts if (w := part.log_weight(shape, wide)) is not None]
+        weights = [weight for part in self.parts if (weight := part.log_weight(shape, wide)) is not None]
         if not weights:
             return None
 
@@ -79,8 +79,8 @@ class Both(Mask, frozen=True, tag="both"):
 
     def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
         intervals = [part.interval(shape) for part in self.parts]
-        found = [interval for interval in intervals if interval is not None]
-        return _meet(found) if len(found) == len(intervals) else None
+        known = [interval for interval in intervals if interval is not None]
+        return _meet(known) if len(known) == len(intervals) else None
 
     def pairs(self, shape: MaskShape) -> int:
         whole = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
@@ -133,17 +133,10 @@ def both(a: Mask, b: Mask) -> Mask:
 
 @constant_when_traced
 def _joined(*literals: Any) -> Mask:
-    masks = [mask_of(one) for one in literals]
-    parts = [part for mask in masks for part in mask.split()]
-    parts = [part for part in parts if not isinstance(part, Full)]
+    parts = [part for mask in map(mask_of, literals) for part in mask.split() if not isinstance(part, Full)]
     if not parts:
         return Full()
     return parts[0] if len(parts) == 1 else Both(tuple(parts))
-
-
-def mask_of(plain: Any) -> Any:
-    """Return the mask (or None) that nested plain values stand for."""
-    return from_literal(plain, KINDS)
 
 
 def literal(value: Any) -> Any:
@@ -156,15 +149,15 @@ def literal(value: Any) -> Any:
         return (name, *[literal(getattr(value, field)) for field in fields])
     if isinstance(value, FrozenArray):
         return ("FrozenArray", value.shape, value.dtype, value.data)
-    return ("tuple", *[literal(one) for one in value]) if isinstance(value, tuple) else value
+    return ("tuple", *[literal(part) for part in value]) if isinstance(value, tuple) else value
 
 
-def from_literal(value: Any, kinds: dict[str, type[Mask]]) -> Any:
-    """Return the mask or field that `literal` turned into plain values; `kinds` has the mask classes by name."""
-    if not isinstance(value, tuple):
-        return value
-    name, *fields = value
+def mask_of(plain: Any) -> Any:
+    """Return the mask (or a field of one, or None) that `literal` turned into plain values."""
+    if not isinstance(plain, tuple):
+        return plain
+    name, *fields = plain
     if name == "FrozenArray":
         return FrozenArray(*fields)
-    parts = [from_literal(field, kinds) for field in fields]
-    return tuple(parts) if name == "tuple" else kinds[name](*parts)
+    parts = [mask_of(field) for field in fields]
+    return tuple(parts) if name == "tuple" else KINDS[name](*parts)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import and_
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
 
 from attnbench.masks.arrays import Blocks, Lengths
 from attnbench.masks.base import Mask, MaskShape, freeze
 from attnbench.masks.combine import both
 from attnbench.masks.positional import Causal, Full
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 
 class BlockLayout(NamedTuple):
@@ -45,9 +47,9 @@ class BlockLayout(NamedTuple):
 def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
     """Return the only `blocks` part and the rest of the mask; None if there is none, or more than one."""
     parts = mask.split()
-    found = [part for part in parts if isinstance(part, Blocks)]
+    blocks = [part for part in parts if isinstance(part, Blocks)]
     rest: Mask = reduce(and_, [part for part in parts if not isinstance(part, Blocks)], Full())
-    return (found[0], rest) if len(found) == 1 else None
+    return (blocks[0], rest) if len(blocks) == 1 else None
 
 
 def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) -> BlockLayout | None:
@@ -55,44 +57,39 @@ def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) ->
 
     A block in which rows see separate runs of keys with a gap between them counts as seen.
     """
-    split = split_blocks(mask)
-    interval = None if split is None or split[1].weighted else split[1].interval(shape)
-    if split is None or interval is None:
+    if (split := split_blocks(mask)) is None:
         return None
-    size = block_size or split[0].block_size
-    ratio, rest = divmod(split[0].block_size, size)
-    if rest:
+    blocks, others = split
+    interval = None if others.weighted else others.interval(shape)
+    size = block_size or blocks.block_size
+    ratio, rest = divmod(blocks.block_size, size)
+    if interval is None or rest:
         return None
     low, high = (np.clip(edge, 0, shape.kv_len).astype(np.int32) for edge in np.broadcast_arrays(*interval))
     high = np.maximum(low, high)
-    seen, every = _by_block(low, high, shape, size)
-    listed = split[0].block_mask.array
+    empty = low == high
+    starts, key_starts = np.arange(0, shape.q_len, size), np.arange(0, shape.kv_len, size)
+    first, last, latest, earliest = (
+        fold.reduceat(edge, starts, axis=1)[:, None, :, None]
+        for fold, edge in (
+            (np.minimum, np.where(empty, shape.kv_len, low)),
+            (np.maximum, np.where(empty, 0, high)),
+            (np.maximum, low),
+            (np.minimum, high),
+        )
+    )
+    seen = (first < key_starts + size) & (last > key_starts)
+    whole = (latest <= key_starts) & (earliest >= key_starts + size)
+    listed = blocks.block_mask.array
     listed = listed.reshape((1,) * (4 - listed.ndim) + listed.shape).repeat(ratio, axis=2).repeat(ratio, axis=3)
     kept = listed[:, :, : seen.shape[2], : seen.shape[3]] & seen
-    return BlockLayout(size, kept, kept & every, seen, low, high)
-
-
-def _by_block(low: np.ndarray, high: np.ndarray, shape: MaskShape, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether some row of a block sees a key of the block, and whether all rows see all; [b, 1, q blocks, kv
-    blocks]."""
-    empty = low == high
-    reach = np.where(empty, shape.kv_len, low), np.where(empty, 0, high)
-    edges = np.arange(0, shape.q_len, size)
-    first, last = (
-        fold.reduceat(edge, edges, axis=1)[:, None, :, None] for fold, edge in zip((np.minimum, np.maximum), reach)
-    )
-    latest, earliest = (
-        fold.reduceat(edge, edges, axis=1)[:, None, :, None]
-        for fold, edge in zip((np.maximum, np.minimum), (low, high))
-    )
-    start = np.arange(0, shape.kv_len, size)
-    return (first < start + size) & (last > start), (latest <= start) & (earliest >= start + size)
+    return BlockLayout(size, kept, kept & whole, seen, low, high)
 
 
 Shape = Literal["full", "causal"]
 
 
-class Piece(NamedTuple):
+class MaskPiece(NamedTuple):
     """Queries start:stop over keys first:last under `mask`, whose queries and keys are those of the piece."""
 
     start: int
@@ -102,15 +99,13 @@ class Piece(NamedTuple):
     mask: Mask
 
 
-def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
+def pieces(mask: Mask, shape: MaskShape, most: int) -> list[MaskPiece] | str:
     """Return at most `most` pieces in the order of the queries, or the reason why there are none.
 
     Key lengths stay a part of each piece.
     """
     lengths = [part for part in mask.split() if isinstance(part, Lengths)]
-    rest: Mask = Full()
-    for part in mask.split():
-        rest = rest if isinstance(part, Lengths) else both(rest, part)
+    rest: Mask = reduce(and_, [part for part in mask.split() if not isinstance(part, Lengths)], Full())
     interval = None if rest.weighted else rest.interval(shape)
     if interval is None:
         return f"needs a mask in which every query sees one run of keys, not {rest.id}"
@@ -124,7 +119,7 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[Piece] | str:
     if cut is None:
         return f"takes masks of at most {most} blocks of queries that see the same keys, or one key more each"
     return [
-        Piece(start, stop, int(low[start]), int(high[stop - 1]), _within(kind, low[start], high[stop - 1], lengths))
+        MaskPiece(start, stop, int(low[start]), int(high[stop - 1]), _within(kind, low[start], high[stop - 1], lengths))
         for start, stop, kind in cut
     ]
 
@@ -135,19 +130,19 @@ def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[t
     ends: dict[Shape, np.ndarray] = {"full": np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1}
     if growing:
         ends["causal"] = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 1)) + 1
-    found: list[tuple[int, int, Shape]] = []
+    runs: list[tuple[int, int, Shape]] = []
     start = 0
     while start < len(low):
-        if len(found) == most:
+        if len(runs) == most:
             return None
         stops: dict[Shape, int] = {
             kind: int(after[np.searchsorted(after, start, side="right")]) if (after > start).any() else len(low)
             for kind, after in ends.items()
         }
-        kind = max(stops, key=lambda one: stops[one])
-        found.append((start, stops[kind], kind))
+        kind = max(stops, key=lambda kind: stops[kind])
+        runs.append((start, stops[kind], kind))
         start = stops[kind]
-    return found
+    return runs
 
 
 def _within(kind: Shape, first: int, last: int, lengths: list[Lengths]) -> Mask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from inspect import signature
@@ -62,7 +63,7 @@ def read_mask(value: str | Mapping[str, Any] | Mask, shape: MaskShape) -> AnyMas
 def ids_of_sizes(sizes: Sequence[int], kv_len: int) -> np.ndarray:
     """Return ids of consecutive blocks or documents of these sizes: [3, 2] -> 0 0 0 1 1."""
     if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
-        raise InvalidWorkload(f"sizes are a list of whole numbers such as [512, 300], not {sizes!r}.")
+        raise InvalidWorkload(f"sizes must be a list of whole numbers such as [512, 300], not {sizes!r}.")
     numbers = [whole_number(size, "each of sizes") for size in sizes]
     if min(numbers) < 0:
         raise InvalidWorkload(f"each of sizes must be 0 or more, not {min(numbers)}.")
@@ -74,7 +75,7 @@ def ids_of_mask_ar(runs: str, kv_len: int) -> np.ndarray:
     """Return the running sum of openpi's mask_ar, which is given in runs: `0*816 1 1 0*49`."""
     words = [run.partition("*")[::2] for run in runs.split()] if isinstance(runs, str) else []
     if not words or not all(flag in ("0", "1") for flag, _ in words):
-        raise InvalidWorkload(f'mask_ar is runs of 0 and 1 such as "0*816 1 1 0*49", not {runs!r}.')
+        raise InvalidWorkload(f'mask_ar must be runs of 0 and 1 such as "0*816 1 1 0*49", not {runs!r}.')
     counts = [_whole(times, "mask_ar run") if times else 1 for _, times in words]
     _check_cover("mask_ar", sum(counts), kv_len)
     return np.cumsum(np.repeat([int(flag) for flag, _ in words], counts))
@@ -87,101 +88,71 @@ def _check_cover(what: str, tokens: int, kv_len: int) -> None:
 
 
 def _parse_part(text: str, shape: MaskShape) -> Mask:
-    kind, *arguments = text.split(":")
-    reader = _READERS.get(kind)
-    if reader is None:
+    kind, *words = text.split(":")
+    if kind not in _FORM_OF:
         if kind in _FUNCTIONS:
             raise InvalidWorkload(
-                f"a {kind} mask holds an array and has no text form: give it from Python or as a table."
+                f"a {kind} mask holds an array and has no text form: pass it from Python, or write it as a table."
             )
-        raise UnknownName("mask", kind, _READERS, "attnbench run --help")
-    try:
-        return reader(arguments, shape)
-    except _WrongForm as error:
-        form = next(form for form in FORMS if form.partition(":")[0].partition("[")[0] == kind)
-        raise InvalidWorkload(f'mask "{text}" cannot be read: write {form}.') from error
+        raise UnknownName("mask", kind, _FORM_OF, "attnbench run --help")
+    form = _FORM_OF[kind]
+    align: dict[str, Any] = {}
+    if "[:top-left]" in form and words and words[-1] in _ALIGNMENTS:
+        align["align"] = words.pop()
+    match kind, words:
+        case "full", []:
+            return masks.full()
+        case "causal", []:
+            return masks.causal(**align)
+        case "window", [_] | [_, _]:
+            sides = [None if word == "all" else _whole(word, "window side") for word in words]
+            return masks.window(sides[0], sides[1] if len(sides) == 2 else 0, **align)
+        case "prefix", [size]:
+            return masks.prefix(_whole(size, "prefix"), **align)
+        case (("block_causal" | "documents"), [sizes]):
+            return _FUNCTIONS[kind](ids_of_sizes(_numbers(sizes, "size"), shape.kv_len))
+        case "lengths", [lengths]:
+            return masks.lengths(_numbers(lengths, "length"))
+        case "valid", [ranges]:
+            return masks.valid(_keys_in(ranges, shape.kv_len))
+        case "dilated", [pattern, *offset] if len(offset) < 2:
+            branches = [branch.split("r") for branch in pattern.split("+")]
+            if all(len(branch) == 2 for branch in branches):
+                segments, rates = ([_whole(branch[n], "dilated branch") for branch in branches] for n in (0, 1))
+                return masks.dilated(segments, rates, *offset)  # pyright: ignore[reportArgumentType]
+        case "blocks", [pattern, percent, *rest]:
+            is_causal = rest[-1:] == ["causal"]
+            sizes = rest[:-1] if is_causal else rest
+            size = _whole(sizes[0], "block size") if len(sizes) == 1 else BLOCK_SIZE
+            if len(sizes) < 2 and percent.replace(".", "", 1).isdecimal():
+                return sparse_mask(pattern, float(percent) / 100, shape, block_size=size, causal=is_causal)
+    raise InvalidWorkload(f'mask "{text}" cannot be read: write {form}.')
 
 
-def _aligned(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    if arguments and arguments[-1] in _ALIGNMENTS:
-        return arguments[:-1], {"align": arguments[-1]}
-    return arguments, {}
+_FORM_OF = {re.split(r"[:\[]", form)[0]: form for form in FORMS if "&" not in form}
+_FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in (*_FORM_OF, "dense")}
 
 
-def _read_causal(arguments: list[str], shape: MaskShape) -> Mask:
-    rest, align = _aligned(arguments)
-    _expect(not rest)
-    return masks.causal(**align)
-
-
-def _read_window(arguments: list[str], shape: MaskShape) -> Mask:
-    words, align = _aligned(arguments)
-    _expect(len(words) in (1, 2))
-    sides = [None if word == "all" else _whole(word, "window side") for word in words]
-    return masks.window(sides[0], sides[1] if len(sides) == 2 else 0, **align)
-
-
-def _read_prefix(arguments: list[str], shape: MaskShape) -> Mask:
-    words, align = _aligned(arguments)
-    _expect(len(words) == 1)
-    return masks.prefix(_whole(words[0], "prefix"), **align)
-
-
-def _read_sizes(make: Callable[[Any], Mask]) -> Callable[[list[str], MaskShape], Mask]:
-    return lambda arguments, shape: make(ids_of_sizes(_numbers(arguments, "size"), shape.kv_len))
-
-
-def _read_lengths(arguments: list[str], shape: MaskShape) -> Mask:
-    return masks.lengths(_numbers(arguments, "length"))
-
-
-def _read_valid(arguments: list[str], shape: MaskShape) -> Mask:
-    keys = np.zeros(shape.kv_len, bool)
-    _expect(len(arguments) == 1)
-    for run in arguments[0].split(","):
-        first, _, last = run.partition("-")
+def _keys_in(ranges: str, kv_len: int) -> np.ndarray:
+    """Return booleans [kv_len] that are true for the keys in ranges such as `0-19,30`."""
+    keys = np.zeros(kv_len, bool)
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
         begin, end = _whole(first, "key"), _whole(last or first, "key")
-        if not begin <= end < shape.kv_len:
-            raise InvalidWorkload(f'valid keys "{run}" do not lie in 0-{shape.kv_len - 1}.')
+        if not begin <= end < kv_len:
+            raise InvalidWorkload(f'valid keys "{part}" do not lie in 0-{kv_len - 1}.')
         keys[begin : end + 1] = True
-    return masks.valid(keys)
+    return keys
 
 
-def _read_dilated(arguments: list[str], shape: MaskShape) -> Mask:
-    _expect(len(arguments) in (1, 2))
-    branches = [branch.split("r") for branch in arguments[0].split("+")]
-    _expect(all(len(branch) == 2 for branch in branches))
-    segments, rates = ([_whole(branch[n], "dilated branch") for branch in branches] for n in (0, 1))
-    return masks.dilated(segments, rates, *arguments[1:])  # pyright: ignore[reportArgumentType]
+def _numbers(text: str, what: str) -> list[int]:
+    return [_whole(number.strip(), what) for number in text.split(",")]
 
 
-def _read_blocks(arguments: list[str], shape: MaskShape) -> Mask:
-    is_causal = arguments[-1:] == ["causal"]
-    words = arguments[:-1] if is_causal else arguments
-    _expect(len(words) in (2, 3))
-    size = _whole(words[2], "block size") if len(words) == 3 else BLOCK_SIZE
-    _expect(words[1].replace(".", "", 1).isdecimal())
-    return sparse_mask(words[0], float(words[1]) / 100, shape, block_size=size, causal=is_causal)
-
-
-def _read_full(arguments: list[str], shape: MaskShape) -> Mask:
-    _expect(not arguments)
-    return masks.full()
-
-
-_READERS: Mapping[str, Callable[[list[str], MaskShape], Mask]] = {
-    "full": _read_full,
-    "causal": _read_causal,
-    "window": _read_window,
-    "prefix": _read_prefix,
-    "block_causal": _read_sizes(masks.block_causal),
-    "documents": _read_sizes(masks.documents),
-    "lengths": _read_lengths,
-    "valid": _read_valid,
-    "dilated": _read_dilated,
-    "blocks": _read_blocks,
-}
-_FUNCTIONS: Mapping[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in (*_READERS, "dense")}
+def _whole(text: str, what: str) -> int:
+    if not text.isdecimal():
+        raise InvalidWorkload(f'{what} "{text}" is not a whole number of at least 0.')
+    return whole_number(int(text[:MOST_DIGITS]), what)
 
 
 def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
@@ -210,31 +181,11 @@ def _from_table(table: dict[str, Any], shape: MaskShape) -> Mask:
 
 def _of_dtype(values: Any, dtype: Any) -> np.ndarray:
     if dtype not in ("float32", "float64"):
-        raise InvalidWorkload(f'dtype of a dense mask is "float32" or "float64", not {dtype!r}.')
+        raise InvalidWorkload(f'dtype of a dense mask must be "float32" or "float64", not {dtype!r}.')
     try:
         return np.asarray(values, dtype)
     except (TypeError, ValueError) as error:
         raise InvalidWorkload("a dense mask with a dtype is a rectangular array of numbers.") from error
-
-
-class _WrongForm(Exception):
-    """The mask's text has more or fewer parts than its form."""
-
-
-def _expect(holds: bool) -> None:
-    if not holds:
-        raise _WrongForm
-
-
-def _numbers(arguments: list[str], what: str) -> list[int]:
-    _expect(len(arguments) == 1)
-    return [_whole(number.strip(), what) for number in arguments[0].split(",")]
-
-
-def _whole(text: str, what: str) -> int:
-    if not text.isdecimal():
-        raise InvalidWorkload(f'{what} "{text}" is not a whole number.')
-    return whole_number(int(text[:MOST_DIGITS]), what)
 
 
 def mask_value(mask: Mask) -> str | dict[str, Any]:
@@ -260,7 +211,6 @@ def mask_value(mask: Mask) -> str | dict[str, Any]:
 
 
 def _array_table(mask: Mask) -> dict[str, Any]:
-    told: dict[str, str] = {}
     if isinstance(mask, masks.BlockCausal | masks.Documents):
         fields: dict[str, Any] = {"ids": mask.ids.array}
         if mask.q_ids is not None:
@@ -272,10 +222,12 @@ def _array_table(mask: Mask) -> dict[str, Any]:
     else:
         assert isinstance(mask, masks.Dense)
         fields = {"array": mask.values.array}
-        told = {"dtype": "float32"} if mask.values.dtype == "float32" else {}  # numbers in TOML have 64 bits
     size = max(np.size(value) for value in fields.values())
     if size > LARGEST_ARRAY:
         raise UsageError(
             f"the mask {mask.id} has {size} values, more than the {LARGEST_ARRAY} of a suite file: build it in Python."
         )
-    return {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}, **told}
+    table = {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}}
+    if isinstance(mask, masks.Dense) and mask.values.dtype == "float32":
+        table["dtype"] = "float32"  # numbers in TOML have 64 bits
+    return table

@@ -100,7 +100,7 @@ class AnchorSession:
                 share=1 / self._size if matmul else 1.0,
             ),
             deterministic=True,
-            memory=Memory(peak_bytes=None, reason="an anchor is not weighed"),
+            memory=Memory(peak_bytes=None, reason="memory of an anchor is not measured"),
             cost=Cost(flops=2 * self._size**3 if matmul else 0, bytes=0 if matmul else 2 * self._bytes),
         )
 

@@ -39,12 +39,14 @@ class MemoryProfiler:
 
     def __enter__(self) -> MemoryProfiler:
         gc.collect()
-        self._torch = self._torch_with_cuda()
-        if self._torch is not None:
+        torch = sys.modules.get("torch")
+        if torch is not None and self._device in (None, "cuda") and torch.cuda.is_available():
+            torch.cuda.init()
+            self._torch = torch
             self.method = "torch CUDA allocator"
-            self._torch.cuda.synchronize()
-            self._torch.cuda.reset_peak_memory_stats()
-            self._before = self._torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
         elif self._device not in (None, "cpu"):
             self.reason = f"no peak counter for {self._device}: torch with that device is not loaded in this process"
         else:
@@ -67,14 +69,6 @@ class MemoryProfiler:
         if self._peak is None and self.reason is None:
             self.reason = "the block has not been run"
         return self._peak
-
-    def _torch_with_cuda(self) -> Any:
-        """Return torch if it is loaded and a GPU is meant, with CUDA initialised; else None."""
-        torch = sys.modules.get("torch")
-        if torch is None or self._device not in (None, "cuda") or not torch.cuda.is_available():
-            return None
-        torch.cuda.init()
-        return torch
 
     def _start_resident(self) -> None:
         self.method = "resident high-water mark"

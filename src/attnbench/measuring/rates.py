@@ -69,8 +69,8 @@ def above_roofline(cost: Cost) -> tuple[str, ...]:
     """Return a note if a published rate lies above the measured ceiling."""
     if cost.roofline is None or cost.roofline <= 1:
         return ()
-    other = "it is a copy's, and reading alone is quicker; or that" if cost.bound == "memory" else "that"
-    return (f"above the measured {cost.bound} ceiling: {other} was measured in a slower moment, or work was left out",)
+    other = "it is that of a copy, and reading alone is faster; or it" if cost.bound == "memory" else "it"
+    return (f"above the measured {cost.bound} ceiling: {other} was measured in a slow moment, or work was left out",)
 
 
 def throughput_of(workload: Workload, time_ns: float) -> Throughput:
@@ -114,14 +114,14 @@ def call_time(record: Ok) -> CallTime | None:
     known = [(name, ns) for name in BOUND if (ns := _median(record, name)) is not None]
     if kernel is None or not known:
         return None
-    found = [CallTime(kernel, ns, clock) for clock, ns in known]
-    return next((one for one in found if one.bound), found[0])
+    times = [CallTime(kernel, ns, clock) for clock, ns in known]
+    return next((one for one in times if one.bound), times[0])
 
 
 def host_limit(record: Record) -> float | None:
     """Return the ratio of call time to kernel time if the host is the limit; else None."""
-    found = call_time(record) if isinstance(record, Ok) else None
-    return found.ratio if found is not None and found.bound else None
+    times = call_time(record) if isinstance(record, Ok) else None
+    return times.ratio if times is not None and times.bound else None
 
 
 def notes_of(record: Ok) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def notes_of(record: Ok) -> tuple[str, ...]:
     return (*record.notes, *own)
 
 
-def told_host_limit(records: Iterable[Ok]) -> str:
+def describe_host_limit(records: Iterable[Ok]) -> str:
     """Return the words to add to a recommendation of these records; empty if their devices never wait for the host."""
     every = list(records)
     ratios = [ratio for one in every if (ratio := host_limit(one)) is not None]

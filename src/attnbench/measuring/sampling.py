@@ -1,16 +1,23 @@
-"""Sampling: the summary of samples as a Time, the stop rule, and the loop that interleaves cells. Pure arithmetic."""
+"""Sampling: the loop that interleaves cells, its stop rule, and the summary of samples as a Time; and the block, one
+side's turn in a comparison: several calls by wall time and by CPU or device time, with the GPU's clock."""
 
 from __future__ import annotations
 
+import ctypes
 import random
-import time
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import comb, exp
-from typing import Protocol
+from time import perf_counter, perf_counter_ns, process_time_ns
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from attnbench.comparison import Block
+from attnbench.frameworks import Clock, Framework, Program
+from attnbench.frameworks.base import InputSets, OwnClock, WallClock, Watch, cut_after, hooks, require_unhooked
 from attnbench.spec import Time
 
 ESTIMATOR = 2
@@ -32,10 +39,12 @@ FEW_ROUNDS = 3
 MOST_SAMPLES_PER_VISIT = 50
 VARIED = 0.3
 """Share by which visits are longer or shorter at random, so that a kernel cannot know which call is the last."""
+WALL_SHARE = 8
+"""Number of calls by the device's clock for each call by the wall clock, on an accelerator."""
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the confidence interval of the median of independent values; None for a single value.
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the median of independent values; None for a single value.
 
     From 6 values on it consists of order statistics, which assume nothing about the noise. For 2 to 5 values, of which
     no order statistic reaches 95 %, it is Student's t of the logarithms.
@@ -47,7 +56,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         middle, half = float(np.median(ordered)), STUDENT[n] * float(np.std(np.log(ordered), ddof=1)) / n**0.5
         return middle / exp(half), middle * exp(half)
     tail, rank = 0.0, 0
-    while rank < n // 2 and tail + comb(n, rank) / 2**n <= (1 - confidence) / 2:
+    while rank < n // 2 and tail + comb(n, rank) / 2**n <= 0.025:
         tail += comb(n, rank) / 2**n
         rank += 1
     return ordered[rank - 1], ordered[n - rank]
@@ -96,7 +105,7 @@ class Dropped(Exception):
     """A source that cannot be sampled any more; the others go on."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A cell in a worker or an anchor, which can be sampled."""
 
     @property
@@ -123,7 +132,7 @@ class Source(Protocol):
 class Series:
     """Samples of one source."""
 
-    source: Source
+    source: SampleSource
     rounds: dict[str, list[list[float]]] = field(default_factory=dict)
     calls: int = 1
     count: int = 1
@@ -140,10 +149,10 @@ class Series:
 
     def visit(self, count: int) -> None:
         """Sample every part once."""
-        start = time.perf_counter()
+        start = perf_counter()
         for part in self.source.parts:
             self.rounds.setdefault(part, []).append(self.source.sample(part, count, self.calls))
-        self.spent_s += time.perf_counter() - start
+        self.spent_s += perf_counter() - start
 
     def tight(self, precision: float) -> bool:
         """Return whether the 95 % interval of the median is within +-precision of it."""
@@ -180,10 +189,7 @@ def varied(count: int, rng: random.Random) -> int:
 
 
 def interleave(
-    sources: Sequence[Source],
-    rule: StopRule,
-    rng: random.Random,
-    always: Sequence[Source] = (),
+    sources: Sequence[SampleSource], rule: StopRule, rng: random.Random, always: Sequence[SampleSource] = ()
 ) -> list[Series]:
     """Visit all sources in a fresh random order each round until each has enough samples; `always` join each round.
 
@@ -202,3 +208,98 @@ def interleave(
             except Dropped:
                 one.done = True
     return series + companions
+
+
+def take_block(
+    framework: Framework, device: str, clock: Clock, program: Program, inputs: InputSets, calls: int, watch: Watch
+) -> Block:
+    """Time some calls and return nanoseconds per call by each metric."""
+    if clock.name == OwnClock.name:  # the processor's time of this process is not that of the ranks
+        return Block({"wall": float(np.median(clock.sample(program, inputs, calls, 1, watch).ns))})
+    if device != "cpu" and clock.name != "wall":
+        by_wall = WallClock(framework).sample(program, inputs, max(1, calls // WALL_SHARE), 1, watch)
+        taken = clock.sample(program, inputs, calls, 1, watch)
+        mhz, throttled = gpu_state() or (None, False)
+        return Block({"device": float(np.median(taken.ns)), "wall": float(np.median(by_wall.ns))}, 0, mhz, throttled)
+    prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(calls)]
+    framework.wait(prepared)
+    wait, run, output, kept = framework.wait, program.run, (), []
+    picked = watch.pick(calls)
+    pieces = cut_after(prepared, picked)
+    before = hooks()
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    cpu, wall = process_time_ns(), perf_counter_ns()
+    for piece in pieces:
+        for state in piece:
+            output = run(state)
+            wait(output)
+        kept.append(output)
+    after = hooks()
+    wall, cpu = perf_counter_ns() - wall, process_time_ns() - cpu
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
+    require_unhooked(before, after)
+    for index, output_of_call in zip(picked, kept):
+        watch.look(index, output_of_call)
+    # A call that only sleeps has used no CPU time at all: a nanosecond keeps its ratio defined.
+    ns = {"wall": wall / calls, "cpu": max(cpu, 1) / calls}
+    return Block(ns, switches)
+
+
+class GpuState(NamedTuple):
+    """Clock of the multiprocessors; `throttled`: heat or the power supply slows them down. The ordinary power limit,
+    under which heavy kernels always run, does not count, since the clock shows it."""
+
+    sm_mhz: float
+    throttled: bool
+
+
+def gpu_state() -> GpuState | None:
+    """Return the clock of the GPU in use; None if the driver does not report it."""
+    handle = nvml_handle()
+    if handle is None:
+        return None
+    import pynvml
+
+    try:
+        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    except pynvml.NVMLError:
+        return None
+    slowdowns = (
+        pynvml.nvmlClocksThrottleReasonHwSlowdown
+        | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    )
+    return GpuState(float(clock), bool(bits & slowdowns))
+
+
+@cache
+def nvml_handle() -> Any:
+    """Return NVML's handle of the GPU that this process calls device 0; None if there is none.
+
+    NVML numbers all cards of the machine by bus address; CUDA numbers those that CUDA_VISIBLE_DEVICES names, by speed
+    unless CUDA_DEVICE_ORDER says otherwise. So the card is found by its bus address. Call this after the framework was
+    used: it initialises CUDA, which a process that forks later must not do.
+    """
+    import pynvml
+
+    address = _bus_address()
+    if address is None:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByPciBusId(address)
+    except pynvml.NVMLError:
+        return None
+
+
+def _bus_address() -> bytes | None:
+    """Ask the CUDA driver for the bus address of device 0, such as b"00000000:3B:00.0"."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    return None if failed or driver.cuDeviceGetPCIBusId(address, len(address), device) else address.value

@@ -21,21 +21,10 @@ from attnbench.comparison import Block
 from attnbench.frameworks import OUTPUTS, Clock, Framework, Inputs, Programs
 from attnbench.frameworks.base import Peak
 from attnbench.frameworks.host_memory import resident_growth
-from attnbench.measuring.block import take_block
 from attnbench.measuring.rates import cost_of
+from attnbench.measuring.sampling import take_block
 from attnbench.registry import HERE, origin
-from attnbench.spec import (
-    Call,
-    Cell,
-    Environment,
-    Implementation,
-    Memory,
-    Ok,
-    Partial,
-    Ranks,
-    VerifiedAt,
-    Workload,
-)
+from attnbench.spec import Call, Cell, Environment, Implementation, Memory, Ok, Partial, Ranks, VerifiedAt, Workload
 from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
@@ -122,7 +111,7 @@ class Session:
         self._compared_whole: set[str] = set()
         """Parts of which a timed call has been compared as a whole."""
         self._kept_bytes = 0
-        """Bytes that the implementation holds between calls."""
+        """Bytes that the implementation holds between calls: the growth of the process since before it was built."""
         self._calls = 0
         """Number of calls with inputs of their own."""
         self.clock_ns = 0
@@ -145,7 +134,10 @@ class Session:
             if copied is not self._inputs[0] and not all(map(self._framework.same_bits, copied, self._inputs[0])):
                 raise Wrong("changed its inputs")
             del copied
-            self._kept_bytes = self._kept_since(before)
+            gc.collect()
+            after = self._framework.held(self._device)
+            kept = 0 if before is None or after is None else after - before
+            self._kept_bytes = kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
         with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
             subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
             again = self._options.again
@@ -164,7 +156,7 @@ class Session:
         if not draws.intact(self._implementation.layout):
             raise Wrong("changed its inputs")
         self._checks = self._checks_of_timed_calls()
-        record = Ok(
+        return Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
             config=self.cell.config,
@@ -182,8 +174,8 @@ class Session:
             quality=figures,
             ranks=ranks,
             notes=self._notes(ranks),
+            spent_ns=stages.spent_ns,
         )
-        return msgspec.structs.replace(record, spent_ns=stages.spent_ns)
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -239,8 +231,7 @@ class Session:
 
     def _checks_of_timed_calls(self) -> TimedChecks:
         boxes = Boxes(self._framework, self.cell.workload, self._implementation.layout)
-        names, transforms = self.output_names, self._transforms
-        return TimedChecks(boxes, self._device, self._inputs, self.findings, names, transforms)
+        return TimedChecks(boxes, self._device, self._inputs, self.findings, self.output_names, self._transforms)
 
     def _call_inputs(self, calls: int) -> CallInputs:
         self._calls += calls
@@ -305,9 +296,8 @@ class Session:
 
     def _build(self, workload: Workload, draws: Draws):  # noqa: ANN202
         call = self._implementation.build(workload, self.cell.config)
-        programs = self._framework.programs(
-            call, workload.pass_, self._copied(draws.inputs(self._implementation.layout)[0])
-        )
+        inputs = self._copied(draws.inputs(self._implementation.layout)[0])
+        programs = self._framework.programs(call, workload.pass_, inputs)
         lse = None if workload.pass_ == "backward" else self._implementation.build_lse(workload, self.cell.config)
         return programs, lse
 
@@ -368,14 +358,12 @@ class Session:
     def _prove_path(self, kernels: list[str] | None) -> None:
         if kernels is None:
             return
-        seen = "; ".join(kernels[:8])
         for pattern in self._implementation.forbids:
             if hit := next((name for name in kernels if re.search(pattern, name)), None):
                 raise FellBack(f"fell back: {hit} ran, which is not {self._implementation.name}")
         for wanted in self._implementation.proofs(self.cell.workload.pass_):
-            if any(re.search(pattern, name) for pattern in wanted for name in kernels):
-                continue
-            raise FellBack(f"fell back: nothing like {' or '.join(wanted)} ran, but {seen}")
+            if not any(re.search(pattern, name) for pattern in wanted for name in kernels):
+                raise FellBack(f"fell back: no kernel like {' or '.join(wanted)} ran, only {'; '.join(kernels[:8])}")
 
     def _held(self) -> int | None:
         """Return the bytes that the process holds after the inputs are drawn and libraries have made their
@@ -386,13 +374,6 @@ class Session:
             self._framework.wait(product.run(product.prepare(self._inputs[0])))
         gc.collect()
         return self._framework.held(self._device)
-
-    def _kept_since(self, before: int | None) -> int:
-        """Return the bytes that the implementation keeps between calls: the growth since before it was built."""
-        gc.collect()
-        after = self._framework.held(self._device)
-        kept = 0 if before is None or after is None else after - before
-        return kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
 
     def _peak(self) -> Peak:
         """Return the peak memory of one call, including what is kept between calls.
@@ -409,9 +390,9 @@ class Session:
             self._framework.wait(prepared)
             grown = resident_growth(lambda: self._framework.wait(program.run(prepared)))
             if grown is not None and grown > (1 + UNSEEN_SHARE) * peak.bytes + UNSEEN_BYTES:
-                name, seen = self._framework.name, f"{peak.bytes / 1e6:.0f} MB"
-                words = f"{name} counted {seen}, the process grew by {grown / 1e6:.0f} MB at least"
-                return Peak(None, f"not all of it was seen: {words}; the rest is memory that {name} does not count")
+                name, counted = self._framework.name, f"{peak.bytes / 1e6:.0f} MB"
+                words = f"{name} counted {counted}, the process grew by at least {grown / 1e6:.0f} MB"
+                return Peak(None, f"the peak is incomplete: {words}; the rest is memory that {name} does not count")
         if not self._kept_bytes:
             return peak
         words = f"{peak.method}, and {self._kept_bytes / 1e6:.0f} MB that it keeps between calls"

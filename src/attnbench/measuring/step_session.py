@@ -12,10 +12,9 @@ from attnbench.measuring.rates import cost_of
 from attnbench.measuring.session import Options, Session, Stages
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
 from attnbench.steps import StepImplementation, Values, kind_of
-from attnbench.verifying.checks import Findings
 from attnbench.verifying.draws import SETS, Draws
 from attnbench.verifying.input_transforms import Transform, Transforms
-from attnbench.verifying.subject import Wrong
+from attnbench.verifying.subject import Findings, Wrong
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 NOTHING = np.ones(1, np.float32)
@@ -95,7 +94,10 @@ class StepSession(Session):
             good = [self._finished(self.programs, state) for state in self._states]
             again = self._finished(self.programs, self._states[0])
             deterministic = all(self._framework.same_bits(x, y) for x, y in zip(good[0], again))
-            self.findings = Findings(errors, _verified_at(small), deterministic, good, *limits)
+            shape = {name: value for name, value in small.axes.items() if isinstance(value, int)}
+            gradients = {"backward_shape": shape, "backward_share": 1.0} if small.needs_gradients else {}
+            verified_at = VerifiedAt(shape=shape, share=1.0, **gradients)
+            self.findings = Findings(errors, verified_at, deterministic, good, *limits)
         self._checks = self._checks_of_timed_calls()
         with stages.timed("profile"):
             kernels, kernels_reason = self._profiled()
@@ -106,7 +108,7 @@ class StepSession(Session):
             config=self.cell.config,
             environment=self._environment,
             errors=errors,
-            verified_at=self.findings.verified_at,
+            verified_at=verified_at,
             deterministic=deterministic,
             memory=memory,
             cost=cost_of(workload, None, None),
@@ -141,7 +143,7 @@ class StepSession(Session):
         self._framework.wait(output)
         if len(output) != len(self.output_names):
             names = ", ".join(self.output_names)
-            raise Wrong(f"returned {len(output)} arrays, {len(self.output_names)} were asked for ({names})")
+            raise Wrong(f"returned {len(output)} arrays instead of {len(self.output_names)} ({names})")
         for name, array in zip(self.output_names, output):
             if not self._framework.is_finite(array):
                 raise Wrong(f"{name} holds NaN or infinite values, where the reference is finite")
@@ -154,13 +156,13 @@ class StepSession(Session):
         """
         worst: dict[str, Compared] = {}
         for drawn, state in zip(values, states):
-            held = {name: self._rounded(one, workload.dtype) for name, one in drawn.items()}
-            exact = self._kind.reference(workload, held, lambda array: array)
-            plain = self._kind.reference(workload, held, lambda array: self._rounded(array, workload.dtype))
+            rounded = {name: self._rounded(one, workload.dtype) for name, one in drawn.items()}
+            exact = self._kind.reference(workload, rounded, lambda array: array)
+            plain = self._kind.reference(workload, rounded, lambda array: self._rounded(array, workload.dtype))
             for name, array in zip(self.output_names, self._finished(programs, state)):
-                found = self._compared(name, array, exact, plain, workload.dtype)
+                compared = self._compared(name, array, exact, plain, workload.dtype)
                 part = name if name.startswith("d") else "forward"
-                worst[part] = found.worse(worst.get(part))
+                worst[part] = compared.worse(worst.get(part))
         forward = worst.get("forward")
         gradients = {name: one for name, one in worst.items() if name != "forward"}
         backward = max(gradients.values(), key=lambda one: one.error, default=None)
@@ -179,7 +181,7 @@ class StepSession(Session):
     ) -> Compared:
         got = self._framework.numpy(array).astype(np.float64)
         if got.shape != exact[name].shape:
-            raise Wrong(f"{name} has shape {got.shape}, {exact[name].shape} was asked for")
+            raise Wrong(f"{name} has shape {got.shape} instead of {exact[name].shape}")
         rows = [np.atleast_2d(one) for one in (got, exact[name], plain[name])]
         factor = BACKWARD_FACTOR if name.startswith("d") else FORWARD_FACTOR
         result = compare(name, rows[:1], rows[1:2], rows[2:], dtype, factor)
@@ -193,9 +195,3 @@ class StepSession(Session):
         if values.dtype.kind != "f":
             return values
         return self._framework.numpy(self._framework.array(values, dtype, self._device)).astype(np.float64)
-
-
-def _verified_at(workload: Workload) -> VerifiedAt:
-    shape = {name: value for name, value in workload.axes.items() if isinstance(value, int)}
-    gradients = {"backward_shape": shape, "backward_share": 1.0} if workload.needs_gradients else {}
-    return VerifiedAt(shape=shape, share=1.0, **gradients)

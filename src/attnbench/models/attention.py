@@ -27,19 +27,27 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.errors import JaxRuntimeError
 
-from attnbench import masks
-from attnbench.dispatch.attention import attention
+from attnbench import masks, registry
+from attnbench.dispatch.attention import attention, explain, explained
 from attnbench.dispatch.demand import Words, pass_of
-from attnbench.dispatch.explain import explain, explained
 from attnbench.dispatch.plan import by_pass
 from attnbench.errors import Unsupported, UsageError
-from attnbench.impls.jax import _masks_in_jit, kvax
-from attnbench.impls.jax._masks_in_jit import Form
-from attnbench.impls.jax.split import MOST_PAIRS, Corner, backward_joined, forward_joined
-from attnbench.impls.partial.jax_passes import Rule, cudnn_late_passes
+from attnbench.impls.jax import kvax
+from attnbench.impls.jax._libraries import import_beside_torch
+from attnbench.impls.jax.nn import JaxNn
+from attnbench.impls.jax.tokamax import Tokamax
+from attnbench.impls.partial.jax_passes import (
+    MOST_PAIRS,
+    Corner,
+    Rule,
+    backward_joined,
+    cudnn_late_passes,
+    forward_joined,
+)
 from attnbench.masks import AnyMask
 from attnbench.models.gemma_config import FLASH_CHOICES, check_flash_choice
 from attnbench.models.masks import TokenMask, fitted
@@ -47,6 +55,8 @@ from attnbench.spec import Partial
 
 FlashChoice = Literal["auto", "cudnn", "tokamax", "kvax", "pallas", "jax"]
 FullyMasked = Literal["uniform", "zero"]
+Form = Literal["none", "lengths", "array"]
+"""Form of a call's mask: none (or a known one), or key lengths or a boolean array, which may exist only inside jit."""
 HIDDEN = -2.3819763e38
 """Logit of a hidden pair in openpi: finite, so that a row without keys becomes uniform."""
 _warned: set[str] = set()
@@ -65,9 +75,9 @@ class Path:
         check_flash_choice(self.flash_attention_impl)
         for name in ("use_flash_attention", "fallback"):
             if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} is True or False, not {getattr(self, name)!r}.")
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if self.fully_masked not in ("uniform", "zero"):
-            raise UsageError(f'fully_masked is "uniform" or "zero", not "{self.fully_masked}".')
+            raise UsageError(f'fully_masked must be "uniform" or "zero", not "{self.fully_masked}".')
 
 
 FLASH_FIELDS = tuple(field.name for field in fields(Path))
@@ -96,7 +106,9 @@ def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Pat
         except Unsupported as refusal:
             if not path.fallback:
                 raise Unsupported(f"{refusal} fallback=True uses the standard attention instead.") from refusal
-            _warn_once(f"the standard attention is used: {refusal}")
+            if str(refusal) not in _warned:
+                _warned.add(str(refusal))
+                warnings.warn(f"the standard attention is used: {refusal}", stacklevel=2)
         else:
             out = out.astype(jnp.result_type(dtype, v.dtype))
             return _fill(out, v, _rows_that_see(attn_mask), path.fully_masked, dtype)
@@ -130,18 +142,12 @@ def _fill(out: Array, v: Array, rows: Array | None, how: FullyMasked, dtype: Any
     return jnp.where(rows[..., None, None], out, other)
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)
-
-
 SHORT = 128
 SCALE = 1.0
 """Scale of the calls: queries are scaled already."""
 
 
-class Piece(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call on queries start:stop over the first `keys` keys."""
 
     start: int
@@ -166,32 +172,32 @@ def flash_attention(q: Array, k: Array, v: Array, mask: Array | TokenMask, choic
     return _call(q, k, v, "array", choice, mask=array)
 
 
-def pieces(mask: TokenMask, choice: str) -> list[Piece]:
+def calls_of_runs(mask: TokenMask, choice: str) -> list[AttentionCall]:
     """Return the calls into which a mask of runs is cut."""
     assert mask.runs is not None
-    found: list[Piece] = []
+    calls: list[AttentionCall] = []
     start = 0
     for queries, reached in mask.runs:
         stop, keys = start + queries, max(reached, 1)  # rows without keys get another result afterwards
         alone: Form = "none" if mask.valid is None else "lengths"
         if choice != "auto" or queries >= SHORT:
-            found.append(Piece(start, stop, keys, alone, choice))
-        elif found and found[-1].choice == "jax":
-            last = found.pop()
-            found.append(Piece(last.start, stop, max(last.keys, keys), "array", "jax"))
+            calls.append(AttentionCall(start, stop, keys, alone, choice))
+        elif calls and calls[-1].choice == "jax":
+            last = calls.pop()
+            calls.append(AttentionCall(last.start, stop, max(last.keys, keys), "array", "jax"))
         else:
-            found.append(Piece(start, stop, keys, "none" if alone == "none" else "array", "jax"))
+            calls.append(AttentionCall(start, stop, keys, "none" if alone == "none" else "array", "jax"))
         start = stop
-    return found
+    return calls
 
 
 def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Array:
-    calls = pieces(mask, choice)
+    calls = calls_of_runs(mask, choice)
     if has_common_keys(mask) and (kernel := _common_kernel(q, k, v, calls[0])) is not None:
-        with _refusals_told(choice, "jax.cudnn"):
+        with _errors_as_refusals(choice, "jax.cudnn"):
             return attend_common(q, k, v, mask, SCALE, kernel)
     in_front = (k, v)
-    unpacked = [piece.keys for piece in calls if piece.form == "lengths" and piece.keys > mask.packed]
+    unpacked = [call.keys for call in calls if call.form == "lengths" and call.keys > mask.packed]
     if unpacked:
         order = mask.with_order().order
         assert order is not None
@@ -209,20 +215,20 @@ def _by_runs(q: Array, k: Array, v: Array, mask: TokenMask, choice: str) -> Arra
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
 
 
-def _common_kernel(q: Array, k: Array, v: Array, first: Piece) -> Partial | None:
+def _common_kernel(q: Array, k: Array, v: Array, first: AttentionCall) -> Partial | None:
     """Return cuDNN's passes if both passes of the first run would be cuDNN's anyway; else None."""
     if first.choice not in ("auto", "cudnn"):
         return None
-    rows, front, values = q[:, first.start : first.stop], k[:, : first.keys], v[:, : first.keys]
+    arrays = q[:, first.start : first.stop], k[:, : first.keys], v[:, : first.keys]
     try:
-        names = {pick(rows, front, values, first.form, first.choice, train) for train in (False, True)}
-    except Unsupported:  # of one pass alone, perhaps: the call itself says so where it matters
+        names = {pick(*arrays, first.form, first.choice, train) for train in (False, True)}
+    except Unsupported:  # perhaps of one pass only: the call itself raises if it needs that pass
         return None
     return cudnn_late_passes(SCALE, first.form == "lengths") if names == {"jax.cudnn"} else None
 
 
 @contextmanager
-def _refusals_told(choice: str, name: str) -> Iterator[None]:
+def _errors_as_refusals(choice: str, name: str) -> Iterator[None]:
     """Raise Unsupported for an error of a library that cannot run a call; errors while a call runs stay as they are."""
     try:
         yield
@@ -243,19 +249,46 @@ def _call(
     kv_lengths: Array | None = None,
     known: AnyMask | None = None,
 ) -> Array:
-    traced = pass_of("jax", q, k, v, *(one for one in (mask, kv_lengths) if one is not None)) == "train"
+    traced = pass_of("jax", q, k, v, *(x for x in (mask, kv_lengths) if x is not None)) == "train"
     names = [pick(q, k, v, form, choice, train, known) for train in ((False, True) if traced else (False,))]
-    with _refusals_told(choice, " or ".join(dict.fromkeys(names))):
+    with _errors_as_refusals(choice, " or ".join(dict.fromkeys(names))):
         if form == "none":
             return attention(q, k, v, mask=known, scale=SCALE, impl="auto" if choice == "auto" else names[-1])
         if mask is not None:
             mask = mask | ~mask.any(-1, keepdims=True)  # fused kernels give NaN gradients to rows without keys
-        run = by_pass(lambda train: partial(_late, names[train])) if traced else partial(_late, names[0])
-        return run(q, k, v, kv_lengths, mask)
+        if not traced:
+            return attend_in_jit(names[0], q, k, v, kv_lengths, mask)
+        return by_pass(lambda train: partial(attend_in_jit, names[train]))(q, k, v, kv_lengths, mask)
 
 
-def _late(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mask: Array | None) -> Array:
-    return _masks_in_jit.attend(name, q, k, v, scale=SCALE, kv_lengths=kv_lengths, mask=mask)
+def attend_in_jit(name: str, q: Array, k: Array, v: Array, kv_lengths: Array | None, mask: Array | None) -> Array:
+    """Return attention in layout bshd with a mask that may be traced, by a library whose own interface takes such.
+
+    `kv_lengths` is int32 [b], each at least 1, or `mask` booleans [b or 1, 1, q, kv]. A row that sees no key has the
+    library's result: the caller replaces it.
+    """
+    implementation = registry.get(name)
+    words: dict[str, Any] = {"scale": SCALE}
+    if kv_lengths is not None:
+        words["key_value_seq_lengths"] = kv_lengths.astype(jnp.int32)
+    if isinstance(implementation, JaxNn):
+        if mask is not None and implementation.full_pairs:
+            mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[2], *mask.shape[2:]))
+        words |= {"implementation": implementation.backend, "mask": mask}
+        return jax.nn.dot_product_attention(q, k, v, **words)
+    assert isinstance(implementation, Tokamax)
+    tokamax: Any = import_beside_torch("tokamax")
+    return tokamax.dot_product_attention(q, k, v, mask=mask, implementation=implementation.backend, **words)
+
+
+def _stand_in(form: Form, batch: int, q_len: int, kv_len: int) -> AnyMask:
+    """Return a concrete mask of the same form, by which an implementation can judge support; it hides no pair and
+    stores no array."""
+    if form == "lengths":
+        return masks.lengths(np.full(batch, kv_len, np.int32))
+    if form == "array":
+        return masks.block_causal(np.zeros((1, kv_len), np.int32), np.zeros((1, q_len), np.int32))
+    return masks.full()
 
 
 def pick(
@@ -263,22 +296,21 @@ def pick(
 ) -> str:
     """Return the implementation for a call: `explain`'s pick, or the next one that takes such a mask; raise Unsupported
     if none does."""
-    mask = known or _masks_in_jit.stand_in(form, q.shape[0], q.shape[1], k.shape[1])
+    mask = known or _stand_in(form, q.shape[0], q.shape[1], k.shape[1])
     reasons = []
-    for name in FLASH_CHOICES[choice]:
-        told = explained(q, k, v, Words(mask, SCALE, None, name, "bshd", None, False), train)
-        able = told.able
+    for asked in FLASH_CHOICES[choice]:
+        explanation = explained(q, k, v, Words(mask, SCALE, None, asked, "bshd", None, False), train)
+        able = explanation.able
         for name in able:
-            late = None if form == "none" else _masks_in_jit.takes(name)
-            if late is None:
+            if form == "none" or isinstance(registry.get(name), JaxNn | Tokamax):
                 return name
-            reasons.append(f"{name}: {late}")
-        reasons += [f"{one.name}: {one.reason}" for one in told.candidates if one.name not in able]
+            reasons.append(f"{name}: takes no mask that exists only inside jit")
+        reasons += [f"{other.name}: {other.reason}" for other in explanation.candidates if other.name not in able]
     raise _refusal(choice, reasons)
 
 
 def _refusal(choice: str, reasons: list[str]) -> Unsupported:
-    return Unsupported(f'flash_attention_impl="{choice}" cannot run this: {"; ".join(reasons)}.')
+    return Unsupported(f'flash_attention_impl="{choice}" cannot run this call: {"; ".join(reasons)}.')
 
 
 def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
@@ -287,19 +319,20 @@ def _kvax(q: Array, k: Array, v: Array, mask: Array | TokenMask) -> Array:
     if not isinstance(mask, TokenMask):
         raise _refusal("kvax", ["jax.kvax: takes no boolean array, only a TokenMask"])
     if mask.known is not None:
-        raise _refusal("kvax", ["jax.kvax: takes no padding known only inside jit with a mask of attnbench.masks"])
-    told = explain(q, k, v, mask=masks.causal(), scale=SCALE, impl="jax.kvax")
-    if told.pick is None:
-        raise _refusal("kvax", [f"{one.name}: {one.reason}" for one in told.candidates])
+        raise _refusal(
+            "kvax", ["jax.kvax: cannot combine padding that exists only inside jit with a mask of attnbench.masks"]
+        )
+    explanation = explain(q, k, v, mask=masks.causal(), scale=SCALE, impl="jax.kvax")
+    if explanation.pick is None:
+        raise _refusal("kvax", [f"{candidate.name}: {candidate.reason}" for candidate in explanation.candidates])
     queries, keys = mask.positions_of_kvax()
     valid = jnp.ones((1, k.shape[1]), bool) if mask.valid is None else mask.valid
     if (order := mask.with_order().order) is not None:  # kvax reads whatever lies between two blocks that are seen
         k, v = (jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in (k, v))
         keys, valid = (jnp.take_along_axis(jnp.broadcast_to(x, order.shape), order, axis=1) for x in (keys, valid))
-    sizes = [(q.shape[0], q.shape[1])] * 2 + [(q.shape[0], k.shape[1])] * 2
-    tokens = (queries, jnp.zeros((1, 1), jnp.int32), keys, jnp.where(valid, 0, -1))
-    q_positions, q_segments, kv_positions, kv_segments = (jnp.broadcast_to(x, s) for x, s in zip(tokens, sizes))
-    config = kvax.KVAX.configs(told.workload)[0]
+    q_positions, q_segments = (jnp.broadcast_to(x, q.shape[:2]) for x in (queries, jnp.zeros((1, 1), jnp.int32)))
+    kv_positions, kv_segments = (jnp.broadcast_to(x, k.shape[:2]) for x in (keys, jnp.where(valid, 0, -1)))
+    config = kvax.KVAX.configs(explanation.workload)[0]
     return kvax.attend(
         q, k, v, (q_positions, q_segments, kv_positions, kv_segments), scale=SCALE, config=config, gradients=True
     )
@@ -335,7 +368,7 @@ def attend_common(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, k
 
     def forward(q: Array, k: Array, v: Array, seen: Array, *lengths: Array) -> tuple[Array, Any]:
         def common(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = kernel[0](q, k, v, *(jnp.maximum(one, 1) for one in lengths))
+            out, lse = kernel[0](q, k, v, *(jnp.maximum(length, 1) for length in lengths))
             return out, _where_empty(lengths, -jnp.inf, lse)
 
         out, lse = forward_joined(common, Corner(first, keys, seen), rule, q, k, v)
@@ -345,7 +378,7 @@ def attend_common(q: Array, k: Array, v: Array, mask: TokenMask, scale: float, k
         q, k, v, seen, lengths, out, lse = kept
 
         def common(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-            at_least_one = (jnp.maximum(one, 1) for one in lengths)
+            at_least_one = (jnp.maximum(length, 1) for length in lengths)
             return kernel[1](q, k, v, out, _where_empty(lengths, jnp.inf, lse), dout, *at_least_one)
 
         gradients = backward_joined(common, Corner(first, keys, seen), rule, q, k, v, out, lse, dout)

@@ -17,7 +17,6 @@ from jax import Array
 from attnbench.errors import UsageError
 from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
-from attnbench.models.layers import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward, project_qkv
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
@@ -37,6 +36,42 @@ def named(name: str, expert: int) -> str:
     return name if expert == 0 else f"{name}_{expert}"
 
 
+class RMSNorm(nn.Module):
+    """x / rms(x) * (1 + scale), computed in float32, in x's dtype; with a condition also a shift and a gate (pi0.5)."""
+
+    @nn.compact
+    def __call__(self, x: Array, cond: Array | None = None) -> tuple[Array, Array | None]:
+        """Return (normalised, gate of the residual or None); `cond` is [B, D]."""
+        square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+        normed = x * jnp.reciprocal(jnp.sqrt(square + 1e-6))
+        if cond is None:
+            scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],))
+            return (normed * (1 + scale)).astype(x.dtype), None
+        modulation = nn.Dense(3 * x.shape[-1], kernel_init=nn.initializers.zeros, dtype=x.dtype, name="Dense_0")(cond)
+        scale, shift, gate = jnp.split(modulation[:, None], 3, axis=-1)
+        return (normed * (1 + scale) + shift).astype(x.dtype), gate
+
+
+class Embedder(nn.Module):
+    """Token embeddings, scaled by sqrt(D), and logits by the same table."""
+
+    vocab_size: int
+    embed_dim: int
+    init_fn: nn.initializers.Initializer = nn.initializers.normal()
+
+    def setup(self) -> None:
+        self.input_embedding_table = self.param("input_embedding", self.init_fn, (self.vocab_size, self.embed_dim))
+
+    def encode(self, x: Array) -> Array:
+        """Return embeddings [B, T, D] of whole numbers [B, T]."""
+        rows = self.input_embedding_table[x]
+        return rows * jnp.sqrt(self.embed_dim).astype(rows.dtype)
+
+    def decode(self, x: Array) -> Array:
+        """Return logits [B, T, vocabulary] of x [B, T, D]."""
+        return jnp.dot(x, self.input_embedding_table.T)
+
+
 class Attention(nn.Module):
     """Joint attention of the experts; parameters q_einsum, kv_einsum (or qkv_einsum), attn_vec_einsum of each."""
 
@@ -54,9 +89,15 @@ class Attention(nn.Module):
         if len({(c.head_dim, c.num_heads, c.num_kv_heads) for c in self.configs}) != 1:
             raise UsageError("experts that attend together need the same head_dim, num_heads and num_kv_heads.")
         if len(xs) != len(self.configs) or all(x is None for x in xs):
-            raise UsageError(f"{len(self.configs)} experts need a list of as many token arrays, not all of them None.")
+            raise UsageError(
+                f"{len(self.configs)} experts need as many token arrays, at least one of which is not None."
+            )
         dtype = next(x.dtype for x in xs if x is not None)
-        projected = [self._project(i, x) for i, x in enumerate(xs) if x is not None]
+        projected = []
+        for i, (x, config) in enumerate(zip(xs, self.configs)):
+            if x is not None:
+                heads, inner = (config.num_heads, config.num_kv_heads), (config.width, config.head_dim)
+                projected.append(project_qkv(x, heads, inner, config.lora_configs.get("attn"), named("", i)))
         q, k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*projected, strict=True))
         q = apply_rope(q, positions).astype(dtype) * jnp.asarray(self.configs[0].head_dim ** -0.5, dtype)
         k = apply_rope(k, positions).astype(dtype)
@@ -65,26 +106,16 @@ class Attention(nn.Module):
         encoded = attend(q, k, v, attn_mask, path_of(self), dtype)
         outs: list[Array | None] = []
         start = 0
-        for i, x in enumerate(xs):
+        init = nn.initializers.lecun_normal(in_axis=(-3, -2), out_axis=-1)
+        for i, (x, config) in enumerate(zip(xs, self.configs)):
             if x is None:
                 outs.append(None)
                 continue
-            outs.append(self._project_back(i, encoded[:, start : start + x.shape[1]]))
+            shape = (config.num_heads, config.head_dim, config.width)
+            back = Einsum(shape, init, config.lora_configs.get("attn"), name=named("attn_vec_einsum", i))
+            outs.append(back("BTNH,NHD->BTD", encoded[:, start : start + x.shape[1]]))
             start += x.shape[1]
         return outs, (k, v)
-
-    def _project(self, expert: int, x: Array) -> tuple[Array, Array, Array]:
-        config = self.configs[expert]
-        lora = config.lora_configs.get("attn")
-        heads = config.num_heads, config.num_kv_heads
-        return project_qkv(x, heads, (config.width, config.head_dim), lora, named("", expert))
-
-    def _project_back(self, expert: int, encoded: Array) -> Array:
-        config = self.configs[expert]
-        init = nn.initializers.lecun_normal(in_axis=(-3, -2), out_axis=-1)
-        shape = (config.num_heads, config.head_dim, config.width)
-        out = Einsum(shape, init, config.lora_configs.get("attn"), name=named("attn_vec_einsum", expert))
-        return out("BTNH,NHD->BTD", encoded)
 
 
 class Block(nn.Module):
@@ -114,16 +145,15 @@ class Block(nn.Module):
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)
         xs = self._added(xs, attended, gates, deterministic)
         normed, gates = self._normed("pre_ffw_norm", xs, adarms_cond)
-        fed = [None if x is None else self._feed_forward(i)(x) for i, x in enumerate(normed)]
+        fed = [
+            None if x is None else FeedForward(c.width, c.mlp_dim, c.lora_configs.get("ffn"), name=named("mlp", i))(x)
+            for i, (x, c) in enumerate(zip(normed, self.configs))
+        ]
         return self._added(xs, fed, gates, deterministic), kv_cache
 
     def _normed(self, name: str, xs: Tokens, conds: Tokens) -> tuple[list[Array | None], list[Array | None]]:
         pairs = [(None, None) if x is None else RMSNorm(name=named(name, i))(x, conds[i]) for i, x in enumerate(xs)]
         return [x for x, _ in pairs], [gate for _, gate in pairs]
-
-    def _feed_forward(self, expert: int) -> FeedForward:
-        config = self.configs[expert]
-        return FeedForward(config.width, config.mlp_dim, config.lora_configs.get("ffn"), name=named("mlp", expert))
 
     def _added(self, xs: Tokens, ys: Tokens, gates: Tokens, deterministic: bool) -> list[Array | None]:
         if self.dropout:

@@ -1,4 +1,4 @@
-"""Sizes of the Gemmas that openpi uses, and by whom their flash path may run."""
+"""Sizes of the Gemma variants that openpi uses, and the implementations of each flash path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RANKS = {"gemma_300m_lora": 32, "gemma_2b_lora": 16}
 
 
 def get_config(variant: Variant | Config | str) -> Config:
-    """Return the sizes of a variant; a Config is returned as it is."""
+    """Return the sizes of a variant; a Config is returned unchanged."""
     if isinstance(variant, Config):
         return variant
     if variant in _SIZES:

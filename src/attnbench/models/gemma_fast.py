@@ -17,7 +17,7 @@ from jax import Array
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
 from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
-from attnbench.models.layers import Embedder, RMSNorm
+from attnbench.models.gemma import Embedder, RMSNorm
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig, project_qkv
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
@@ -35,13 +35,8 @@ def get_config(variant: Variant | gemma_config.Config | str) -> dict[str, Any]:
         raise UnknownName("Gemma variant", variant, VARIANTS, "")
     sizes = gemma_config.get_config(variant)
     return {
+        **vars(sizes),
         "variant": variant if isinstance(variant, str) else "",
-        "width": sizes.width,
-        "depth": sizes.depth,
-        "mlp_dim": sizes.mlp_dim,
-        "num_heads": sizes.num_heads,
-        "num_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
         "norm_eps": 1e-6,
         "vocab_size": gemma_config.PALIGEMMA_VOCAB_SIZE,
         "scan": True,
@@ -100,7 +95,7 @@ class Attention(nn.Module):
 
     def _grown(self, k: Array, v: Array, cache: Cache) -> Cache:
         if k.shape[1] != 1:
-            raise UsageError(f"a cache takes one new token, not {k.shape[1]}.")
+            raise UsageError(f"a call with a cache takes one new token, not {k.shape[1]}.")
         slot, k_cache, v_cache = cache
         k_cache, v_cache = (
             jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, slot[0], 0, 0))

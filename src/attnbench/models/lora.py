@@ -135,7 +135,7 @@ def _product(x: Array, w: Array, low: tuple[Array, Array] | None) -> Array:
     out = jnp.dot(x, w.astype(x.dtype))
     if low is None:
         return out
-    a, b = (one.astype(x.dtype) for one in low)
+    a, b = (update.astype(x.dtype) for update in low)
     return out + jnp.dot(jnp.dot(x, a), b)
 
 

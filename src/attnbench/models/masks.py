@@ -181,7 +181,9 @@ def up_to_own_id(ids: Array, valid: Array, kv_len: int | None = None) -> TokenMa
 def known(mask: AnyMask, q_len: int, kv_len: int | None = None) -> TokenMask:
     """Return the TokenMask of one of `attnbench.masks` that is equal for all rows and heads, such as `causal()`."""
     if mask.per_batch or mask.per_head or mask.weighted:
-        raise InvalidWorkload(f"a known mask is the same for every row and head and has no weights; {mask.id} is not.")
+        raise InvalidWorkload(
+            f"a known mask must be the same for every row and head and have no weights, unlike {mask.id}."
+        )
     mask.check(MaskShape(1, 1, q_len, kv_len or q_len))
     return TokenMask(kv_len=kv_len or q_len, known=KnownMask(mask, q_len))
 
@@ -195,20 +197,20 @@ def truths(what: str, array: Array) -> Array:
     """Return booleans, or whole numbers that stand for them (0 and 1), as booleans."""
     array = jnp.asarray(array)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise InvalidWorkload(f"{what} is an array of booleans, or of 0 and 1, not of {array.dtype}.")
+        raise InvalidWorkload(f"{what} must be an array of booleans, or of 0 and 1, not of {array.dtype}.")
     return array.astype(bool)
 
 
 def fitted(attn_mask: Array | TokenMask, batch: int, q_len: int, kv_len: int) -> Array | TokenMask:
     """Return the mask with arrays for the whole batch; raise for other lengths or a dtype that is not boolean."""
     if isinstance(attn_mask, TokenMask):
-        found, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
+        covered, wanted = (attn_mask.q_len, attn_mask.kv_len), (q_len, kv_len)
     else:
-        found, wanted = tuple(attn_mask.shape), (batch, 1, q_len, kv_len)
+        covered, wanted = tuple(attn_mask.shape), (batch, 1, q_len, kv_len)
         if attn_mask.dtype != bool:
-            raise InvalidWorkload(f"an attention mask is boolean, not {attn_mask.dtype}.")
-    if found != wanted:
-        raise WrongMaskShape(f"the attention mask covers {found}, queries and keys are {wanted}.")
+            raise InvalidWorkload(f"an attention mask must be boolean, not {attn_mask.dtype}.")
+    if covered != wanted:
+        raise WrongMaskShape(f"the attention mask covers {covered}, but queries and keys are {wanted}.")
     return _for_batch(attn_mask, batch) if isinstance(attn_mask, TokenMask) else attn_mask
 
 
@@ -233,12 +235,14 @@ def _check_rows(name: str, array: Array, length: int, batch: int | None = None) 
     shape = tuple(array.shape)
     if len(shape) != 2 or shape[1] != length or (batch is not None and shape[0] not in (1, batch)):
         rows = "batch" if batch is None else batch
-        raise WrongMaskShape(f"{name} of the attention mask is [{rows} or 1, {length}], not {list(shape)}.")
+        raise WrongMaskShape(f"{name} of the attention mask must be [{rows} or 1, {length}], not {list(shape)}.")
 
 
 def _slots(tokens: int, kv_len: int | None) -> int:
     if kv_len is not None and kv_len < tokens:
-        raise WrongMaskShape(f"kv_len counts the mask's {tokens} tokens and empty slots behind them, it is {kv_len}.")
+        raise WrongMaskShape(
+            f"kv_len must be at least the {tokens} tokens of the mask (the rest are empty slots), not {kv_len}."
+        )
     return tokens if kv_len is None else kv_len
 
 

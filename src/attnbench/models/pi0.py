@@ -16,9 +16,9 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma, layers
+from attnbench.models import gemma
 from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
-from attnbench.models.masks import TokenMask, in_blocks
+from attnbench.models.masks import TokenMask, in_blocks, truths
 
 Params = Any
 
@@ -57,13 +57,55 @@ class Observation:
     """State [B, action_dim]; pi0.5 has it in the text instead."""
 
 
+def check_tokens(observation: Any, width: int) -> None:
+    """Raise unless image tokens are [B, P, width] and text, if given, is whole numbers [B, L]."""
+    images, text = observation.image_tokens, observation.tokens
+    if images.ndim != 3 or images.shape[2] != width:
+        raise UsageError(f"image_tokens must be [batch, tokens, {width}], not {list(images.shape)}.")
+    if text is None:
+        return
+    if text.ndim != 2 or text.shape[0] != images.shape[0]:
+        raise UsageError(f"tokens must be [batch, length], here [{images.shape[0]}, length], not {list(text.shape)}.")
+    if not jnp.issubdtype(text.dtype, jnp.integer):
+        raise UsageError(f"tokens must be whole numbers, not {text.dtype}.")
+
+
+def check_shape(name: str, array: Array, wanted: tuple[int, ...], axes: str) -> None:
+    """Raise for an array of another shape, with the names of its axes."""
+    if array.shape != wanted:
+        raise UsageError(f"{name} must be [{axes}], here {list(wanted)}, not {list(array.shape)}.")
+
+
+def valid_tokens(observation: Any) -> Array | None:
+    """Return which image and text tokens are valid, [B, P + L]; None if no mask was given."""
+    parts = [(observation.image_tokens, "image_mask")]
+    if observation.tokens is not None:
+        parts.append((observation.tokens, "token_mask"))
+    if all(getattr(observation, name) is None for _, name in parts):
+        return None
+    masks = [(tokens.shape[:2], token_mask(observation, name, tokens.shape[:2])) for tokens, name in parts]
+    return jnp.concatenate([jnp.ones(shape, bool) if mask is None else mask for shape, mask in masks], axis=1)
+
+
+def token_mask(observation: Any, name: str, wanted: tuple[int, ...]) -> Array | None:
+    """Return a mask of the observation as booleans with a value for every token; None if it was not given."""
+    mask = getattr(observation, name)
+    if mask is None:
+        return None
+    if mask.shape != wanted:
+        hint = "; repeat the value of a camera for all of its tokens" if name == "image_mask" else ""
+        raise UsageError(
+            f"{name} must have a value for every token, here {list(wanted)}, not {list(mask.shape)}{hint}."
+        )
+    return truths(name, mask)
+
+
 class PaliGemma(nn.Module):
     """Node of the parameter tree that holds the language model, `PaliGemma/llm`."""
 
     llm: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the language model."""
         return self.llm(*args, **kwargs)
 
     def embed(self, tokens: Array) -> Array:
@@ -77,7 +119,6 @@ class Pi0(nn.Module):
     config: Pi0Config
 
     def setup(self) -> None:
-        """Create the transformer and the projections around it."""
         config = self.config
         experts = [gemma.get_config(config.paligemma_variant), gemma.get_config(config.action_expert_variant)]
         width = experts[1].width
@@ -105,20 +146,14 @@ class Pi0(nn.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Array, Array | None]:
         """Return image and text tokens [B, P, D], and which of them are valid."""
-        layers.check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
-        parts, valid = [observation.image_tokens.astype(self.config.dtype)], layers.which_are_there(observation)
+        check_tokens(observation, gemma.get_config(self.config.paligemma_variant).width)
+        parts, valid = [observation.image_tokens.astype(self.config.dtype)], valid_tokens(observation)
         if observation.tokens is not None:
             parts.append(self.PaliGemma.embed(observation.tokens))
         tokens = jnp.concatenate(parts, axis=1)
         if valid is None or not self.config.use_flash_attention:
             return tokens, valid
-        return self._packed(tokens, valid)
-
-    def _packed(self, tokens: Array, valid: Array) -> tuple[Array, Array]:
-        """Return the tokens with invalid ones last.
-
-        The result of the attention is the same: it depends only on positions, which count valid tokens.
-        """
+        # Invalid tokens go last: the attention is the same, since it depends on positions, which count valid tokens.
         order = jnp.argsort(~valid, axis=1, stable=True)
         return jnp.take_along_axis(tokens, order[..., None], axis=1), jnp.take_along_axis(valid, order, axis=1)
 
@@ -130,9 +165,9 @@ class Pi0(nn.Module):
         if self.config.pi05:
             return actions, nn.swish(self.time_mlp_out(nn.swish(self.time_mlp_in(when))))
         if observation.state is None:
-            raise UsageError("pi0 needs the state: Observation(state=[B, action_dim]); only pi0.5 has it in its text.")
+            raise UsageError("pi0 needs Observation(state=[B, action_dim]); only pi0.5 has the state in its text.")
         wanted = (actions.shape[0], self.config.action_dim)
-        layers.check_shape("states", observation.state, wanted, "batch, action_dim")
+        check_shape("state", observation.state, wanted, "batch, action_dim")
         when = jnp.broadcast_to(when[:, None], actions.shape)
         mixed = self.action_time_mlp_in(jnp.concatenate([actions, when], axis=-1))
         mixed = self.action_time_mlp_out(nn.swish(mixed))
@@ -198,16 +233,7 @@ def _positions(prefix: Array, valid: Array | None) -> Array:
 
 def _check_actions(name: str, actions: Array, config: Pi0Config, observation: Observation) -> None:
     wanted = (observation.image_tokens.shape[0], config.action_horizon, config.action_dim)
-    layers.check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
-
-
-def _started(noise: Array, config: Pi0Config, observation: Observation) -> Array:
-    """Return the given noise in float32 or wider, because the steps add velocities of that dtype."""
-    noise = jnp.asarray(noise)
-    _check_actions("values of noise", noise, config, observation)
-    if not jnp.issubdtype(noise.dtype, jnp.floating):
-        raise UsageError(f"noise is an array of floating-point numbers, not of {noise.dtype}.")
-    return noise.astype(jnp.promote_types(noise.dtype, jnp.float32))
+    check_shape(name, actions, wanted, "batch, action_horizon, action_dim")
 
 
 def time_embedding(time: Array, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Array:
@@ -226,12 +252,16 @@ def sample_actions(
     """Return actions from noise by Euler steps: one pass over the prefix, then only the suffix against its cache."""
     config = model.config
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise UsageError(f"num_steps is a number of Euler steps, at least 1, not {num_steps!r}.")
+        raise UsageError(f"num_steps must be a whole number of at least 1, not {num_steps!r}.")
     if noise is None:
         batch = observation.image_tokens.shape[0]
         noise = jax.random.normal(rng, (batch, config.action_horizon, config.action_dim))
     else:
-        noise = _started(noise, config, observation)
+        noise = jnp.asarray(noise)
+        _check_actions("noise", noise, config, observation)
+        if not jnp.issubdtype(noise.dtype, jnp.floating):
+            raise UsageError(f"noise must be an array of floating-point numbers, not of {noise.dtype}.")
+        noise = noise.astype(jnp.promote_types(noise.dtype, jnp.float32))  # the dtype of the velocities that are added
     cache, valid = model.apply({"params": params}, observation, method="prefill")
     step = -1.0 / num_steps
 

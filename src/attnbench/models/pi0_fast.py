@@ -1,9 +1,9 @@
 """pi0-FAST: actions as text tokens, prefill and autoregressive decode. Vision tokens come as embeddings.
 
 Prompts are moved to the right end before decoding, so that every row writes the same cache slot. A generated token
-stands at the position after the last valid one; `position_rule="openpi"` is one too high, as openpi was until its
-fix. Which prefix keys a generated token sees is the prefix's own validity, so a missing camera in the middle is
-right too.
+has the position after the last valid one; `position_rule="openpi"` gives one position more, as openpi did before its
+fix. A generated token sees the valid keys of the prefix and no others, wherever they are: a missing camera in the
+middle is hidden too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax import Array
 from jax.core import Tracer
 
 from attnbench.errors import UsageError
-from attnbench.models import gemma_fast, layers
+from attnbench.models import gemma_fast
 from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
 from attnbench.models.masks import TokenMask, in_blocks, up_to_own_id
-from attnbench.models.pi0 import PaliGemma
+from attnbench.models.pi0 import PaliGemma, check_shape, check_tokens, token_mask, valid_tokens
 
 EOS = 1
 PositionRule = Literal["contiguous", "openpi"]
@@ -81,13 +81,13 @@ class Pi0Fast(nn.Module):
     def embed_inputs(self, observation: Observation) -> tuple[Array, Array, Array | None]:
         """Return tokens [B, T, D], which of them are valid [B, T], and their autoregressive mask [B, T] or None."""
         width = gemma_fast.get_config(self.config.paligemma_variant)["width"]
-        layers.check_tokens(observation, width)
+        check_tokens(observation, width)
         images = observation.image_tokens.astype(self.config.dtype)
         tokens = jnp.concatenate([images, self.PaliGemma(observation.tokens, embed_only=True)], axis=1)
-        ar = layers.token_mask(observation, "token_ar_mask", observation.tokens.shape)
+        ar = token_mask(observation, "token_ar_mask", observation.tokens.shape)
         if ar is not None:
             ar = jnp.pad(ar.astype(jnp.int32), ((0, 0), (images.shape[1], 0)))
-        valid = layers.which_are_there(observation)
+        valid = valid_tokens(observation)
         return tokens, jnp.ones(tokens.shape[:2], bool) if valid is None else valid, ar
 
     def logits(self, observation: Observation) -> Array:
@@ -101,13 +101,13 @@ class Pi0Fast(nn.Module):
     def compute_loss(self, observation: Observation) -> Array:
         """Return the mean cross-entropy of the tokens that `token_loss_mask` selects, [B]."""
         if observation.token_loss_mask is None:
-            raise UsageError("the loss needs Observation(token_loss_mask=[B, L]): which tokens are to be predicted.")
+            raise UsageError("the loss needs Observation(token_loss_mask=[B, L]), which selects the tokens to predict.")
         logp = jax.nn.log_softmax(self.logits(observation).astype(jnp.float32), axis=-1)
-        told, text = observation.token_loss_mask, observation.tokens
-        layers.check_shape("values of token_loss_mask", told, text.shape, "batch, length")
-        chosen = jnp.take_along_axis(logp, text[:, 1:, None], axis=-1)[..., 0]
-        counted = told[:, 1:]
-        return -(chosen * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)
+        text = observation.tokens
+        check_shape("token_loss_mask", observation.token_loss_mask, text.shape, "batch, length")
+        of_text = jnp.take_along_axis(logp, text[:, 1:, None], axis=-1)[..., 0]
+        counted = observation.token_loss_mask[:, 1:]
+        return -(of_text * counted).sum(-1) / jnp.clip(counted.sum(-1), 1)
 
     def prefill(self, observation: Observation, room: int) -> tuple[Array, gemma_fast.Cache, Array]:
         """Return logits of the first generated token [B, 1, vocabulary], the cache with `room` free slots, and the
@@ -139,9 +139,9 @@ def right_aligned(tokens: Array, valid: Array, ids: Array | None) -> tuple[Array
     length = valid.shape[1]
     used = jnp.max(jnp.where(valid, jnp.arange(length) + 1, 0), axis=1)
     order = (jnp.arange(length)[None] + used[:, None]) % length
-    turned = [None if x is None else jnp.take_along_axis(x, order, axis=1) for x in (valid, ids)]
-    assert turned[0] is not None
-    return jnp.take_along_axis(tokens, order[..., None], axis=1), turned[0], turned[1]
+    rolled = [None if x is None else jnp.take_along_axis(x, order, axis=1) for x in (valid, ids)]
+    assert rolled[0] is not None
+    return jnp.take_along_axis(tokens, order[..., None], axis=1), rolled[0], rolled[1]
 
 
 def _check_temperature(temperature: Any) -> None:
@@ -150,10 +150,10 @@ def _check_temperature(temperature: Any) -> None:
     value: Any = temperature if traced else np.asarray(temperature)
     numeric = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if value.shape != () or not numeric or not (traced or value >= 0):
-        raise UsageError(f"temperature is a number of at least 0, not {temperature!r}.")
+        raise UsageError(f"temperature must be a number of at least 0, not {temperature!r}.")
 
 
-def _chosen(key: Array, logits: Array, temperature: float | Array) -> Array:
+def _next_tokens(key: Array, logits: Array, temperature: float | Array) -> Array:
     """Return tokens [B, 1]: the most likely at temperature 0, else drawn."""
 
     def drawn() -> Array:
@@ -179,28 +179,28 @@ def sample_tokens(
 ) -> Array:
     """Return generated tokens [B, max_decoding_steps], with 0 after the end token of a row; greedy at temperature 0."""
     if position_rule not in RULES:
-        raise UsageError(f'position_rule is {" or ".join(RULES)}, not "{position_rule}".')
+        raise UsageError(f'position_rule must be {" or ".join(RULES)}, not "{position_rule}".')
     if isinstance(max_decoding_steps, bool) or not isinstance(max_decoding_steps, int) or max_decoding_steps < 1:
-        raise UsageError(f"max_decoding_steps is a whole number of at least 1, not {max_decoding_steps!r}.")
+        raise UsageError(f"max_decoding_steps must be a whole number of at least 1, not {max_decoding_steps!r}.")
     _check_temperature(temperature)
     variables = {"params": params}
     prefilled: Any = model.apply(variables, observation, max_decoding_steps, method="prefill")
     logits, cache, valid = prefilled
     start = valid.shape[1] - max_decoding_steps
     first = valid.sum(axis=1)[:, None] + RULES[position_rule]
-    found = jnp.zeros((valid.shape[0], max_decoding_steps), jnp.int32)
+    written = jnp.zeros((valid.shape[0], max_decoding_steps), jnp.int32)
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, ended, key, logits, cache, valid, found = carry
-        key, this = jax.random.split(key)
-        token = jnp.where(ended[:, None], 0, _chosen(this, logits, temperature)).astype(jnp.int32)
-        found = jax.lax.dynamic_update_slice(found, token, (0, i))
+        i, ended, key, logits, cache, valid, written = carry
+        key, draw = jax.random.split(key)
+        token = jnp.where(ended[:, None], 0, _next_tokens(draw, logits, temperature)).astype(jnp.int32)
+        written = jax.lax.dynamic_update_slice(written, token, (0, i))
         valid = valid | (jnp.arange(valid.shape[1]) == start + i)
         logits, cache = model.apply(variables, token, first + i, cache, valid, method="decode")
-        return i + 1, ended | (token[:, 0] == EOS), key, logits, cache, valid, found
+        return i + 1, ended | (token[:, 0] == EOS), key, logits, cache, valid, written
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
         return (carry[0] < max_decoding_steps) & ~carry[1].all()
 
-    begun = (jnp.int32(0), jnp.zeros(valid.shape[0], bool), rng, logits, cache, valid, found)
-    return jax.lax.while_loop(unfinished, step, begun)[-1]
+    start_carry = (jnp.int32(0), jnp.zeros(valid.shape[0], bool), rng, logits, cache, valid, written)
+    return jax.lax.while_loop(unfinished, step, start_carry)[-1]

@@ -24,8 +24,8 @@ from attnbench.kernels.block_sparse import selection as heads_first
 from attnbench.kernels.block_sparse.selection import (
     LEARNING_RATE,
     POOL,
+    BlockChoice,
     BlockGate,
-    Choice,
     by_threshold,
     calibrated,
     choice,
@@ -40,7 +40,7 @@ from attnbench.masks.cuts import block_layout
 from attnbench.tracing import outside_graphs
 
 MOST_SIZES = 16
-"""Number of sizes, used last, of which a module keeps its tables: lengths that keep changing would fill the device."""
+"""Most sizes whose tables a module keeps, the last used: tables of ever new lengths would fill the device."""
 BY_CONTENT = ("dynamic_threshold", "learned")
 Kept = tuple[BlockTables, float]
 """The blocks of a call, and the share that was dropped."""
@@ -63,13 +63,13 @@ class _SparseAttention(torch.nn.Module):
 
     def _made_once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, made once for each key; threads may share the module."""
-        found = self._made.pop(key, None)
-        if found is None:
-            found = make()
-        self._made[key] = found
+        value = self._made.pop(key, None)
+        if value is None:
+            value = make()
+        self._made[key] = value
         for old in list(self._made)[:-MOST_SIZES]:
             self._made.pop(old, None)
-        return found
+        return value
 
     @outside_graphs
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
@@ -113,7 +113,7 @@ class _SparseAttention(torch.nn.Module):
     def _scale(self, q: torch.Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def _choice(self, q: torch.Tensor, k: torch.Tensor) -> Choice:
+    def _choice(self, q: torch.Tensor, k: torch.Tensor) -> BlockChoice:
         """Return the blocks that may be chosen for arrays of these sizes, made once."""
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask = causal() if self.causal else full()
@@ -251,8 +251,8 @@ class AdaptiveSparseAttention(_SparseAttention):
 
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         chosen = self._choice(q, k)
-        found = estimate(q, k, chosen, self._scale(q), self.pool, self.gate)
-        tables = chosen.keeping(within_budget(found, chosen, self.mass, self.min_sparsity, self.max_sparsity))
+        mass = estimate(q, k, chosen, self._scale(q), self.pool, self.gate)
+        tables = chosen.keeping(within_budget(mass, chosen, self.mass, self.min_sparsity, self.max_sparsity))
         return tables, chosen.sparsity(tables.kept)
 
 
@@ -274,9 +274,13 @@ def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     q, k, v = under_autocast(q, k, v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4) or k.shape != v.shape or q.shape[0] != k.shape[0]:
-        raise InvalidWorkload(f"arrays are [batch, tokens, heads, dim], k and v alike, not {shapes}.")
+        raise InvalidWorkload(
+            f"q, k and v must be [batch, tokens, heads, dim], and k and v of one shape, not {shapes}."
+        )
     if q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise InvalidWorkload(f"heads of k must divide those of q, and their dims agree, not {shapes}.")
+        raise InvalidWorkload(
+            f"the heads of k must divide those of q, and q and k must have one head_dim, not {shapes}."
+        )
     dtypes = {dtype_name(x) for x in (q, k, v)}
     if len(dtypes) > 1:
         raise InvalidWorkload(f"q, k and v must have one dtype, not {', '.join(sorted(dtypes))}.")
@@ -286,13 +290,13 @@ def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
 def _check_share(name: str, value: Any) -> None:
     """Raise UsageError unless the value is a share of attention mass."""
     if not number(value) or not 0 < value <= 1:
-        raise UsageError(f"{name} is the share of attention to keep, above 0 and at most 1, not {value!r}.")
+        raise UsageError(f"{name} must be the share of attention to keep, above 0 and at most 1, not {value!r}.")
 
 
 def _refuse_unused(name: str, value: Any, pattern: str, patterns: tuple[str, ...]) -> None:
     """Raise UsageError if an option is given that the pattern would ignore."""
     if value is not None and pattern not in patterns:
-        raise UsageError(f'{name}= belongs to {" and ".join(patterns)}, pattern "{pattern}" does not use it.')
+        raise UsageError(f'{name}= is used by pattern {" and ".join(patterns)}, not by "{pattern}": leave it out.')
 
 
 def checked_seed(seed: int | None, pattern: str) -> int:
@@ -306,18 +310,18 @@ def checked_seed(seed: int | None, pattern: str) -> int:
 def _checked_pool(pool: int | None, gate: BlockGate | None, block_size: int, scale: float | None) -> int:
     """Return the pool size of the estimate, a gate's own if there is one; raise if gate and module do not fit."""
     if gate is not None and not isinstance(gate, BlockGate):
-        raise UsageError(f"gate is a BlockGate(heads, head_dim) trained with train_gate, not {gate!r}.")
+        raise UsageError(f"gate must be a BlockGate(heads, head_dim) trained with train_gate, not {gate!r}.")
     if gate is not None and pool is not None:
-        raise UsageError("pool belongs to the estimate without a gate; a gate has its own.")
-    found = POOL if pool is None else pool
+        raise UsageError("leave out pool= if a gate is given: the gate has a pool size of its own.")
+    size = POOL if pool is None else pool
     if gate is not None:
-        found, wanted = gate.pool, gate.query.shape[-1] ** -0.5 if scale is None else scale
+        size, wanted = gate.pool, gate.query.shape[-1] ** -0.5 if scale is None else scale
         if not math.isclose(gate.scale, wanted):
             raise UsageError(f"the gate was made for scale {gate.scale:g}: give scale={gate.scale:g}, not {wanted:g}.")
-    check_whole("pool", found, 1)
-    if block_size % found:
-        raise UsageError(f"pool must divide the block size, and {found} does not divide {block_size}.")
-    return found
+    check_whole("pool", size, 1)
+    if block_size % size:
+        raise UsageError(f"pool must divide the block size; {size} does not divide {block_size}.")
+    return size
 
 
 def train_gate(
@@ -345,7 +349,7 @@ def _example(gate: BlockGate, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.T
     heads, dim = gate.query.shape[:2]
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
-        raise InvalidWorkload(f"examples are q and k of [batch, tokens, heads, dim], not {shapes}.")
+        raise InvalidWorkload(f"examples must be q and k of [batch, tokens, heads, dim], not {shapes}.")
     if q.shape[2:] != (heads, dim) or k.shape[3] != dim or heads % k.shape[2]:
         raise InvalidWorkload(
             f"this gate is for {heads} heads of {dim}, and heads of k must divide those: "

@@ -20,7 +20,7 @@ from attnbench.errors import UsageError
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_mix_grad, check_scale, check_tensors, workload_of
 from attnbench.kernels.dilated.pieces import Task, problem_of
-from attnbench.kernels.dilated.torch_function import dilated
+from attnbench.kernels.dilated.torch_engines import dilated
 from attnbench.masks.base import whole_number
 from attnbench.tracing import outside_graphs
 
@@ -75,7 +75,9 @@ class DilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dropout:
-            raise UsageError(f"dilated attention has no dropout on its weights: leave out dropout={dropout:g}.")
+            raise UsageError(
+                f"dilated attention supports no dropout of attention weights: leave out dropout={dropout:g}."
+            )
         check_mix_grad(mix_grad)
         check_causal(causal)
         check_scale(scale)
@@ -163,10 +165,10 @@ class MultiheadDilatedAttention(nn.Module):
         """Return Q, K and V of [b, s, heads, dim]; raise if x does not fit the weights."""
         check_tensors(type(self).__name__, x)
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise UsageError(f"x is [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
+            raise UsageError(f"x must be [batch, tokens, {self.embed_dim}], not {tuple(x.shape)}.")
         wanted = self.in_proj.weight.dtype
         if x.dtype != wanted and not is_autocast(x.device.type):
-            raise UsageError(f"x is {x.dtype} and the weights are {wanted}: cast one of them with .to().")
+            raise UsageError(f"x is {x.dtype}, but the weights are {wanted}: cast one of them with .to().")
         return [part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x)]
 
     def extra_repr(self) -> str:

@@ -17,16 +17,22 @@ from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch.internals import under_autocast
 from attnbench.impls._arguments import check_tensors
-from attnbench.kernels.ring.agreement import RefusedByAll, agreement, global_lengths, rank_and_world
-from attnbench.kernels.ring.function import check_kernel, key_lengths, ring_attention, shape_of
-from attnbench.kernels.ring.schedule import check_layout, positions
+from attnbench.kernels.ring.function import (
+    RefusedByAll,
+    agreement,
+    check_kernel,
+    global_lengths,
+    key_lengths,
+    rank_and_world,
+    ring_attention,
+    shape_of,
+)
+from attnbench.kernels.ring.schedule import Layout, check_layout, positions
 from attnbench.masks import Blocks, MaskShape
 from attnbench.masks.block_patterns import BLOCK_SIZE, PATTERNS, block_pattern, check_sparsity
 from attnbench.nn.block_sparse import checked_seed
 from attnbench.nn.dilated import DilatedAttention, Lengths, MultiheadDilatedAttention
 from attnbench.tracing import outside_graphs
-
-Layout = Literal["contiguous", "zigzag", "striped"]
 
 
 class RingDilatedAttention(DilatedAttention):
@@ -68,10 +74,10 @@ class RingDilatedAttention(DilatedAttention):
             q, k, v = under_autocast(q, k, v)
             limits = key_lengths(kv_lengths)
             check_kernel(q, k, shape_of(q, k, v, self.scale, None), inner, self.causal)
-        said = {"pattern": (self.pattern.id, self.mix_grad, self._told_of_blocks()), "kv_lengths": limits}
-        said |= {"layout": self.layout, "inner": inner, "return_lse": return_lse}
+        compared = {"pattern": (self.pattern.id, self.mix_grad, self._kept_blocks_text()), "kv_lengths": limits}
+        compared |= {"layout": self.layout, "inner": inner, "return_lse": return_lse}
         lengths = global_lengths(
-            q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **said)
+            q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **compared)
         )
         return ring_attention(
             q, k, v, causal=self.causal, scale=self.scale, layout=self.layout, inner=inner,
@@ -84,7 +90,7 @@ class RingDilatedAttention(DilatedAttention):
         """Return the block mask over the whole sequence that restricts the pattern: None, all blocks are kept."""
         del tokens, heads
 
-    def _told_of_blocks(self) -> str:
+    def _kept_blocks_text(self) -> str:
         """Describe which blocks are kept, by text that is the same on every rank."""
         return ""
 
@@ -205,9 +211,13 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         options = {"causal": causal, "offset": offset, "scale": scale, "mix_grad": mix_grad, "dropout": dropout}
         super().__init__(segment_lengths, dilation_rates, process_group=process_group, layout=layout, **options)
         if (block_mask is None) == (sparsity is None):
-            raise UsageError("give either block_mask or sparsity (with pattern), and not both.")
+            raise UsageError("give either block_mask or sparsity (with pattern), not both.")
         if sparsity is None:
-            _refuse_with_a_mask(pattern=pattern, seed=seed)
+            for name, value in (("pattern", pattern), ("seed", seed)):
+                if value is not None:
+                    raise UsageError(
+                        f"{name}= is used only with sparsity=: a block_mask already says which blocks are kept."
+                    )
             self._given = _blocks(block_mask, block_size)
             self.block_size = self._given.block_size
         else:
@@ -215,10 +225,9 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
             self._given, self.block_size = None, BLOCK_SIZE if block_size is None else block_size
             pattern = "local" if pattern is None else pattern
             if pattern not in PATTERNS:
-                raise UsageError(f'a ring takes the fixed patterns {", ".join(PATTERNS)}, not "{pattern}".')
-            block_pattern(
-                pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=self.block_size
-            )  # raises if it is not a pattern
+                raise UsageError(f'a ring takes only the fixed patterns {", ".join(PATTERNS)}, not "{pattern}".')
+            # Raises if it is not a pattern.
+            block_pattern(pattern, sparsity, MaskShape(1, 1, 1, 1), block_size=self.block_size)
         self.sparsity, self.block_pattern = sparsity, pattern
         self.seed = 0 if pattern is None else checked_seed(seed, pattern)
 
@@ -237,7 +246,7 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         candidates = np.tril(candidates) if self.causal else candidates
         return 1.0 - float((kept & candidates).sum() / (candidates.sum() * (kept.size // candidates.size)))
 
-    def _told_of_blocks(self) -> str:
+    def _kept_blocks_text(self) -> str:
         if self._given is not None:
             return f"block_mask={self._given.id}"
         seed = f", seed={self.seed}" if self.block_pattern == "random" else ""
@@ -245,7 +254,7 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
 
     def extra_repr(self) -> str:
         """Return the text of the ring, and which blocks are kept."""
-        return f"{super().extra_repr()}, {self._told_of_blocks()}"
+        return f"{super().extra_repr()}, {self._kept_blocks_text()}"
 
 
 class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
@@ -286,24 +295,18 @@ class BlockSparseRingMultiheadDilatedAttention(RingMultiheadDilatedAttention):
         self.attention = self._over_ranks(BlockSparseRingDilatedAttention, process_group, layout, **named)
 
 
-def _refuse_with_a_mask(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UsageError(f"{name}= belongs to sparsity=; a block_mask says itself which blocks are kept.")
-
-
 def _blocks(block_mask: Any, block_size: int | None) -> Blocks:
     if not isinstance(block_mask, Blocks):
-        found = masks.blocks(block_mask, BLOCK_SIZE if block_size is None else block_size)
+        blocks = masks.blocks(block_mask, BLOCK_SIZE if block_size is None else block_size)
     elif block_size in (None, block_mask.block_size):
-        found = block_mask
+        blocks = block_mask
     else:
-        raise UsageError(f"this block_mask has blocks of {block_mask.block_size}: leave out block_size={block_size}.")
-    if found.per_batch:
+        raise UsageError(f"block_mask has blocks of {block_mask.block_size} tokens: leave out block_size={block_size}.")
+    if blocks.per_batch:
         raise UsageError(
-            "block_mask is [q blocks, k blocks] or [heads, q blocks, k blocks]: the same for all batch rows."
+            "block_mask must be [q blocks, k blocks] or [heads, q blocks, k blocks], the same for all batch rows."
         )
-    return found
+    return blocks
 
 
 @lru_cache(maxsize=64)

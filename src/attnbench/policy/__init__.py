@@ -19,7 +19,7 @@ from attnbench.policy.policy import (
 )
 from attnbench.policy.shapes import REACH, Shape, distance, mask_kind, shape_of
 from attnbench.policy.stack import (
-    Found,
+    PolicyAnswer,
     active,
     checkpoint_context,
     find,
@@ -31,7 +31,7 @@ from attnbench.policy.stack import (
 )
 
 __all__ = [
-    "Alternative", "Choice", "Constraints", "Crossing", "Entry", "Found", "Place", "Policy", "Regret", "Shape",
+    "Alternative", "Choice", "Constraints", "Crossing", "Entry", "Place", "Policy", "PolicyAnswer", "Regret", "Shape",
     "REACH", "SCHEMA",
     "active", "checkpoint_context", "distance", "find", "forget", "generation", "load_policy", "mask_kind", "on_miss",
     "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",

@@ -12,11 +12,10 @@ import msgspec
 from msgspec import structs
 
 from attnbench.config import load_settings
-from attnbench.drafts import write_texts
 from attnbench.errors import BrokenFile, PolicyWarning, UsageError
+from attnbench.files import convert, decode_json, read_content, write_texts
 from attnbench.policy.policy import SCHEMA, Policy
 from attnbench.printable import printable
-from attnbench.reading import convert, decode_json, read_content
 
 PACKAGED = "policies"
 WIDTH = 120
@@ -33,7 +32,7 @@ def load_policy(path: str | Path) -> Policy:
         content = read_content(path)
     except OSError as error:
         raise UsageError(
-            f"no policy can be read from {path}: {error.strerror or error}. `attnbench choose RUN -o {path}` makes one."
+            f"cannot read the policy {path}: {error.strerror or error}. `attnbench choose RUN -o {path}` makes one."
         ) from error
     found = read_policy(content, str(path))
     if found.within and load_settings().on_miss != "quiet":
@@ -48,10 +47,10 @@ def read_policy(content: bytes, origin: str, remedy: str = "") -> Policy:
     try:
         found = decode_json(content)
     except msgspec.DecodeError as error:
-        line, why = _where_broken(content, error)
+        line, why = _first_fault(content, error)
         raise BrokenFile(origin, line, f"this is not a policy file ({why}): {remedy}") from error
     if not isinstance(found, dict) or found.get("kind") != "policy":
-        raise BrokenFile(origin, None, 'this is not a policy file (it does not say "kind": "policy").')
+        raise BrokenFile(origin, None, 'this is not a policy file (it has no "kind": "policy").')
     schema = found.get("schema", SCHEMA)
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(
@@ -63,7 +62,7 @@ def read_policy(content: bytes, origin: str, remedy: str = "") -> Policy:
         raise BrokenFile(origin, None, f"this policy is broken ({error}): {remedy}") from error
 
 
-def _where_broken(content: bytes, error: Exception) -> tuple[int | None, str]:
+def _first_fault(content: bytes, error: Exception) -> tuple[int | None, str]:
     """Return the line at which the content stops being JSON (None if that is not known), and why."""
     try:
         json.loads(content)
@@ -88,29 +87,29 @@ def save_policy(policy: Policy, path: str | Path) -> None:
 def policy_text(policy: Policy) -> str:
     """Return the content of a policy's file; the same policy always gives the same text."""
     document = msgspec.to_builtins(structs.replace(policy, origin=""))
-    return _laid_out({"kind": "policy", "schema": policy.schema, **document}, 0) + "\n"
+    return _indented({"kind": "policy", "schema": policy.schema, **document}, 0) + "\n"
 
 
 def packaged() -> tuple[Policy, ...]:
     """Return the policies that come with attnbench, made from its published runs."""
-    folder = files("attnbench") / PACKAGED
-    found = sorted((one for one in folder.iterdir() if one.name.endswith(".json")), key=lambda one: one.name)
-    return tuple(read_policy(one.read_bytes(), f"packaged {one.name}", "reinstall attnbench.") for one in found)
+    paths = [path for path in (files("attnbench") / PACKAGED).iterdir() if path.name.endswith(".json")]
+    paths.sort(key=lambda path: path.name)
+    return tuple(read_policy(path.read_bytes(), f"packaged {path.name}", "reinstall attnbench.") for path in paths)
 
 
-def _laid_out(value: Any, depth: int) -> str:
-    """Return indented JSON; a value that fits a line stands on one, and so do the shape and the choice of an entry."""
+def _indented(value: Any, depth: int) -> str:
+    """Return indented JSON, with values that fit on one line, and the shape and the choice of an entry, on one line."""
     line = _line(value)
     if not isinstance(value, dict | list | tuple) or len(line) + depth <= WIDTH:
         return line
     pad, close = " " * (depth + 1), " " * depth
     if isinstance(value, dict):
         inner = [
-            f"{pad}{_line(key)}: {_line(one) if 'use' in value else _laid_out(one, depth + 1)}"
+            f"{pad}{_line(key)}: {_line(one) if 'use' in value else _indented(one, depth + 1)}"
             for key, one in value.items()
         ]
         return "{\n" + ",\n".join(inner) + f"\n{close}}}"
-    inner = [pad + _laid_out(one, depth + 1) for one in value]
+    inner = [pad + _indented(one, depth + 1) for one in value]
     return "[\n" + ",\n".join(inner) + f"\n{close}]"
 
 

@@ -94,7 +94,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             raise ValueError("a choice must name an implementation")
         if not 1 <= self.regret <= self.regret_high:
             raise ValueError(
-                f"regret is 1 or more and regret_high not below it, not {self.regret} and {self.regret_high}"
+                f"regret must be 1 or more and regret_high at least regret, not {self.regret} and {self.regret_high}"
             )
 
     @property
@@ -115,7 +115,7 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     def __str__(self) -> str:
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
-        lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret off the grid not known"
+        lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret unknown off the grid"
         kept = f", chosen within: {self.within}" if self.within else ""
         return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}"
 
@@ -129,7 +129,7 @@ class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
 SCHEMA = 1
 IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
-"""Framework -> packages that compute no attention of it, so that their versions do not matter."""
+"""Framework -> packages that do not compute its attention, so that their versions do not matter."""
 
 
 class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -176,14 +176,14 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     within: Constraints | None = None
     """Constraints on the choices; null if there were none."""
     held_out: Regret | None = None
-    """Regret off the grid: each shape in turn is left out and answered by the others."""
+    """Regret off the grid: each shape in turn is left out, and its choice is read from the remaining entries."""
     crossings: tuple[Crossing, ...] = ()
     entries: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
         times = Counter(entry.at for entry in self.entries)
         if twice := next((shape for shape, count in times.items() if count > 1), None):
-            raise ValueError(f"entries has more than one for {twice.title}")
+            raise ValueError(f"entries has more than one choice for {twice.title}")
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -219,7 +219,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             here = f"{environment.device_name} ({environment.device})"
             return f"measured on {self.device_name} ({self.device}), this is {here}"
         if self.threads and self.threads != environment.threads:
-            return f"measured with {self.threads} threads, here are {environment.threads}"
+            return f"measured with {self.threads} threads, this process has {environment.threads}"
         changed = [
             f"{name} {self.software[name]} (here {environment.packages[name]})"
             for name in other_versions(self.software, environment.packages)
@@ -228,8 +228,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
         """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one."""
-        alike = [entry for entry in self.entries if entry.at.hard == shape.hard]
-        found = ((distance(entry.at, shape), entry) for entry in alike)
+        found = ((distance(entry.at, shape), entry) for entry in self.entries if entry.at.hard == shape.hard)
         return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
 
 
@@ -273,15 +272,15 @@ class Policy(
         if found is None or found[0] > REACH:
             return None
         octaves, entry, place = found
-        use, lost = structs.replace(entry.use, named=place.within.only if place.within else ()), place.held_out
+        use, off_grid = structs.replace(entry.use, named=()), place.held_out
         if place.within:
-            use = structs.replace(use, within=str(place.within))
+            use = structs.replace(use, within=str(place.within), named=place.within.only)
         if octaves == 0:
             return use
-        if lost is None:
+        if off_grid is None:
             return structs.replace(use, distance=octaves, regret_high=inf)
-        regret = use.regret * lost.mean
-        high = max(regret, use.regret_high, lost.worst)
+        regret = use.regret * off_grid.mean
+        high = max(regret, use.regret_high, off_grid.worst)
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
     def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
@@ -292,13 +291,15 @@ class Policy(
         found = self._nearest(workload, framework, environment)
         shape = shape_of(workload)
         if found is None:
-            places = [place for place in self.places if place.stale(environment) is None]
-            return f"{self.name} has no entry for {_lacking(shape, [e for p in places for e in p.entries])}"
+            entries = [entry for place in self.places if place.stale(environment) is None for entry in place.entries]
+            return f"{self.name} has no entry for {_missing_axes(shape, entries)}"
         if found[0] <= REACH:
             return None
+        texts = (f"{found[0]:.{digits}f}" for digits in range(1, 16))  # with digits enough to show that it is too far
+        octaves = next((text for text in texts if float(text) > REACH), str(found[0]))
         return (
-            f"the nearest entry of {self.name} ({found[1].at.title}) is {_too_far(found[0])} octaves away, "
-            f"more than {REACH:g} are too far"
+            f"the nearest entry of {self.name} ({found[1].at.title}) is {octaves} octaves away, "
+            f"more than the limit of {REACH:g}"
         )
 
     def stale(self, environment: Environment) -> str | None:
@@ -308,7 +309,7 @@ class Policy(
             return None
         of_framework = [r for r, p in zip(reasons, self.places) if r and p.framework == environment.framework]
         if not of_framework:
-            return f"{self.name} holds nothing for {environment.framework or 'this framework'}"
+            return f"{self.name} has no entries for {environment.framework or 'this framework'}"
         return f"{self.name} does not hold here: {'; '.join(dict.fromkeys(of_framework))}"
 
     def __str__(self) -> str:
@@ -321,7 +322,7 @@ class Policy(
             return NotImplemented
         places = {place.key: place for place in self.places}
         for place in other.places:
-            places[place.key] = _merged(places[place.key], place) if place.key in places else place
+            places[place.key] = _merge_places(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
     def _nearest(
@@ -362,20 +363,20 @@ def pooled(parts: Iterable[Regret]) -> Regret | None:
     return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count, missed=missed)
 
 
-def _merged(old: Place, new: Place) -> Place:
+def _merge_places(old: Place, new: Place) -> Place:
     entries = {entry.at: entry for entry in (*old.entries, *new.entries)}
     crossings = {(one.track, one.pass_, one.below, one.above): one for one in (*old.crossings, *new.crossings)}
     return structs.replace(
         new,
         made=max(old.made, new.made),
         runs=tuple(dict.fromkeys((*old.runs, *new.runs))),
-        held_out=_held_out(old, new),
+        held_out=_merge_held_out(old, new),
         crossings=tuple(crossings.values()),
         entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
     )
 
 
-def _held_out(old: Place, new: Place) -> Regret | None:
+def _merge_held_out(old: Place, new: Place) -> Regret | None:
     """Pool the held-out regrets of two places; runs and shapes that are part of the other are not counted again."""
     for whole, part in ((old, new), (new, old)):
         shapes = {entry.at for entry in whole.entries}
@@ -384,14 +385,8 @@ def _held_out(old: Place, new: Place) -> Regret | None:
     return pooled(one for one in (old.held_out, new.held_out) if one is not None)
 
 
-def _too_far(octaves: float) -> str:
-    """Format a distance with as many digits as it takes to show that it exceeds REACH."""
-    texts = (f"{octaves:.{digits}f}" for digits in range(1, 16))
-    return next((text for text in texts if float(text) > REACH), str(octaves))
-
-
-def _lacking(shape: Shape, entries: Iterable[Entry]) -> str:
-    """Name the hard axes of a shape in which no entry agrees, or all of them if only the combination is missing."""
+def _missing_axes(shape: Shape, entries: Iterable[Entry]) -> str:
+    """Name the hard axes whose value no entry has, or all hard axes if only their combination is missing."""
     known = [entry.at.hard for entry in entries]
     missing = [f"{name} {value}" for name, value in shape.hard.items() if all(one[name] != value for one in known)]
     together = [f"{name} {value}" for name, value in shape.hard.items() if value is not False and name != "v_head_dim"]

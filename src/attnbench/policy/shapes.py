@@ -1,4 +1,4 @@
-"""Shapes as a policy distinguishes them: axes that must agree, and the distance of two shapes in the others."""
+"""Shapes as a policy distinguishes them: axes that must agree, and the distance of two shapes in all other axes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct, field
 
 from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.base import pairs
 from attnbench.masks.combine import Part
-from attnbench.masks.counting import pairs
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
 
 REACH = 2.0
@@ -61,7 +61,7 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         if wrong := _wrong_mask(self.mask):
             raise ValueError(wrong)
         if self.visible is not None and not 0 <= self.visible <= 1:
-            raise ValueError(f"visible is a share from 0 to 1, not {self.visible}")
+            raise ValueError(f"visible must be a fraction from 0 to 1, not {self.visible}")
 
     @property
     def hard(self) -> dict[str, str | int | bool]:
@@ -144,7 +144,7 @@ def _wrong_mask(mask: str) -> str:
     if unknown := [part for part in parts if part not in KINDS]:
         return f'mask "{unknown[0]}" is not one of {", ".join(sorted(KINDS))}'
     kinds = sorted(set(parts) - {"full"}) or ["full"]
-    return "" if parts == kinds else f'mask "{mask}" is to be written {"&".join(kinds)}'
+    return "" if parts == kinds else f'mask "{mask}" must be written {"&".join(kinds)}'
 
 
 def _blocks(workload: Workload) -> int:

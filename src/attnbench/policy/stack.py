@@ -18,7 +18,7 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.config import OnMiss
+from attnbench.config import OnMiss, load_settings
 from attnbench.errors import UsageError
 from attnbench.policy.files import load_policy, packaged
 from attnbench.policy.policy import Choice, Policy
@@ -50,14 +50,14 @@ class _Stack(Struct, frozen=True):
     """State of the process at the forward pass that is being recomputed; None: the present one."""
 
 
-class Found(Struct, frozen=True, kw_only=True):
+class PolicyAnswer(Struct, frozen=True, kw_only=True):
     """Answer of the active policies for a workload."""
 
     choice: Choice | None
     policy: Policy | None = None
     """Policy that the choice is from."""
     misses: tuple[str, ...] = ()
-    """Why the policies asked before it, or all of them, had no choice."""
+    """Reasons why the policies asked before `policy`, or all if it is None, had no choice."""
 
 
 _stack: ContextVar[_Stack] = ContextVar("attnbench_policies", default=_Stack())  # noqa: B039 (frozen)
@@ -69,7 +69,7 @@ def _check(policy: object, who: str, on_miss: object) -> None:
     if not isinstance(policy, Policy):
         raise UsageError(f"{who} takes what load_policy(path) returns, not {policy!r:.60}.")
     if on_miss not in (None, *get_args(OnMiss)):
-        raise UsageError(f"on_miss is {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
+        raise UsageError(f"on_miss must be {' or '.join(get_args(OnMiss))}, not {on_miss!r}.")
 
 
 class use_policy(AbstractContextManager[Policy]):
@@ -105,7 +105,7 @@ def set_policy(policy: Policy | None, *, on_miss: OnMiss | None = None) -> None:
     if policy is not None:
         _check(policy, "set_policy", on_miss)
     elif on_miss is not None:
-        raise UsageError("on_miss belongs to a policy: give one, or set ATTNBENCH_ON_MISS.")
+        raise UsageError("on_miss needs a policy: pass one, or set ATTNBENCH_ON_MISS.")
     policies = () if policy is None else (policy,)
     with _changing:
         _process = replace(_process, epoch=_process.epoch + 1, policies=policies, on_miss=on_miss)
@@ -139,7 +139,7 @@ def active() -> tuple[Policy, ...]:
     """Return every policy that a call in this thread asks, in order."""
     stack = _stack.get()
     process = stack.process or _process
-    return (*stack.policies, *process.policies, *_standing(process.reading))
+    return (*stack.policies, *process.policies, *_default_policies(process.reading))
 
 
 def generation() -> Token:
@@ -152,7 +152,7 @@ def on_miss() -> OnMiss:
     """Return what happens on a miss: set by the innermost `use_policy`, else by `set_policy`, else the setting."""
     stack = _stack.get()
     process = stack.process or _process
-    return stack.on_miss or process.on_miss or _setting(process.reading)
+    return stack.on_miss or process.on_miss or _on_miss_setting(process.reading)
 
 
 def forget() -> None:
@@ -162,29 +162,26 @@ def forget() -> None:
         _process = replace(_process, epoch=_process.epoch + 1, reading=_process.reading + 1)
 
 
-def find(workload: Workload, framework: str, environment: Environment) -> Found:
+def find(workload: Workload, framework: str, environment: Environment) -> PolicyAnswer:
     """Return the choice of the first active policy that has one, and why the policies before it have none."""
     misses: list[str] = []
     for policy in active():
         choice = policy.choice(workload, framework, environment)
         if choice is not None:
-            return Found(choice=choice, policy=policy, misses=tuple(misses))
+            return PolicyAnswer(choice=choice, policy=policy, misses=tuple(misses))
         misses.append(policy.miss(workload, framework, environment) or "")
-    return Found(choice=None, misses=tuple(misses))
+    return PolicyAnswer(choice=None, misses=tuple(misses))
 
 
 @lru_cache(maxsize=READINGS)
-def _standing(reading: int) -> tuple[Policy, ...]:
-    from attnbench.config import load_settings
-
+def _default_policies(reading: int) -> tuple[Policy, ...]:
+    """Return the policies that hold without being set: the user's file and the packaged ones."""
     del reading
     path = load_settings().policy
     return (*((load_policy(path),) if path else ()), *packaged())
 
 
 @lru_cache(maxsize=READINGS)
-def _setting(reading: int) -> OnMiss:
-    from attnbench.config import load_settings
-
+def _on_miss_setting(reading: int) -> OnMiss:
     del reading
     return load_settings().on_miss

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from attnbench.report import units
+from attnbench.results.sentences import capped
 from attnbench.run.environment import Diagnosis, ImplementationState
 from attnbench.spec import Environment, Record
 
@@ -51,9 +52,9 @@ def environment_facts(environment: Environment) -> list[tuple[str, str]]:
         ("cpu", ", ".join(part for part in (environment.cpu, cores) if part)),
         ("system", ", ".join(part for part in (environment.system, f"Python {environment.python}") if part)),
         ("driver", environment.driver),
-        ("packages", _packages(environment)),
-        ("clocks", _clocks(environment)),
-        ("variables", _variables(environment)),
+        ("packages", _listed(dict(sorted(environment.packages.items())))),
+        ("clocks", _listed({name: f"{value:g}" for name, value in environment.clocks.items()})),
+        ("variables", _listed(environment.variables, "=")),
     ]
     for library in environment.libraries:
         hidden = f"; hides {', '.join(library.shadowed)}" if library.shadowed else ""
@@ -61,16 +62,8 @@ def environment_facts(environment: Environment) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _packages(environment: Environment) -> str:
-    return ", ".join(f"{name} {version}" for name, version in sorted(environment.packages.items()))
-
-
-def _clocks(environment: Environment) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in environment.clocks.items())
-
-
-def _variables(environment: Environment) -> str:
-    return ", ".join(f"{name}={value}" for name, value in environment.variables.items())
+def _listed(values: Mapping[str, object], between: str = " ") -> str:
+    return ", ".join(f"{name}{between}{value}" for name, value in values.items())
 
 
 def implementation_table(states: Sequence[ImplementationState]) -> Table:
@@ -90,7 +83,7 @@ def remark(state: ImplementationState) -> str:
     """Return the reason an implementation cannot run, and everything else that a reader should know about it."""
     parts = [state.reason or "", state.note]
     if state.approximate:
-        parts.append("approximate: has an error of its own, never ranked among exact ones")
+        parts.append("approximate: inexact by design, never ranked among exact ones")
     if state.untested:
         parts.append(f"untested on {', '.join(state.untested)}")
     if state.origin not in ("", "attnbench"):
@@ -114,20 +107,18 @@ def section_facts(environments: dict[str, Environment], records: Iterable[Record
 
     The environments of one section have the same machine and packages; clocks, variables and commits may differ.
     """
-    seen: dict[str, list[Environment]] = {name: [one] for name, one in environments.items()}
+    known: dict[str, list[Environment]] = {name: [one] for name, one in environments.items()}
     for one in {id(record.environment): record.environment for record in records}.values():
-        if one is not None and one not in seen.setdefault(one.framework, []):
-            seen[one.framework].append(one)
-    told = [[_page_facts(environment) for environment in group] for group in seen.values()]
-    names = dict.fromkeys(name for group in told for facts in group for name in facts)
-    rows = [(name, [_joined(facts.get(name, "") for facts in group) for group in told]) for name in names]
+        if one is not None and one not in known.setdefault(one.framework, []):
+            known[one.framework].append(one)
+    facts_of = [[_page_facts(environment) for environment in group] for group in known.values()]
+    names = dict.fromkeys(name for group in facts_of for facts in group for name in facts)
+
+    def joined(values: Iterable[str]) -> str:
+        return " | ".join(capped(list(dict.fromkeys(filter(None, values))), MOST_VALUES))
+
+    rows = [(name, [joined(facts.get(name, "") for facts in group) for group in facts_of]) for name in names]
     return [(name, values) for name, values in rows if any(values)]
-
-
-def _joined(values: Iterable[str]) -> str:
-    each = list(dict.fromkeys(value for value in values if value))
-    left = len(each) - MOST_VALUES
-    return " | ".join(each if left <= 0 else [*each[:MOST_VALUES], f"and {left} more"])
 
 
 def _page_facts(environment: Environment) -> dict[str, str]:
@@ -144,10 +135,10 @@ def _page_facts(environment: Environment) -> dict[str, str]:
         "CPU": cpu if environment.cpu else "",
         "system": environment.system,
         "Python": environment.python,
-        "packages": _packages(environment),
+        "packages": _listed(dict(sorted(environment.packages.items()))),
         "libraries loaded": ", ".join(libraries),
-        "at the start": _clocks(environment),
-        "variables": _variables(environment),
+        "at the start": _listed({name: f"{value:g}" for name, value in environment.clocks.items()}),
+        "variables": _listed(environment.variables, "="),
         "attnbench": f"{environment.harness} {environment.commit}".strip(),
         "fingerprint": environment.fingerprint,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,7 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from attnbench.printable import printable
-from attnbench.results.records import ANCHOR
+from attnbench.results.records import is_anchor
 from attnbench.results.sentences import counted
 from attnbench.run.launch import Listener
 from attnbench.run.plan import Planned
@@ -50,7 +49,7 @@ class Count:
             self.good.add(cell.id)
 
     def finish(self, record: Record) -> None:
-        """Count a cell that has its record, a crashed one too, which was never reported as verified."""
+        """Count a cell with a final record, also a crashed one, which was never reported as verified."""
         if record.cell.id not in self.runnable:
             return
         self.finished[record.cell.id] = isinstance(record, Ok)
@@ -85,9 +84,7 @@ class Silent(Listener):
     def __enter__(self) -> Silent:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         return None
 
 
@@ -104,7 +101,7 @@ class Lines(Silent):
         self.console.print(escape(headline(self.environments, cells)), highlight=False)
 
     def finished(self, record: Record) -> None:
-        if record.implementation.startswith(ANCHOR):
+        if is_anchor(record):
             return
         self.count.finish(record)
         workload = record.workload.id
@@ -136,9 +133,7 @@ class Bars(Silent):
         names = ("verify", "measure") if measure else ("verify",)
         self._bars: dict[str, TaskID] = {name: self._progress.add_task(name, total=None, told=Text()) for name in names}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
     def planned(self, cells: Sequence[Planned]) -> None:
@@ -157,7 +152,7 @@ class Bars(Silent):
         self._draw()
 
     def finished(self, record: Record) -> None:
-        if not record.implementation.startswith(ANCHOR):
+        if not is_anchor(record):
             self.count.finish(record)
             self._draw()
 

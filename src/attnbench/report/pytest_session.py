@@ -13,17 +13,15 @@ from msgspec import Struct
 from attnbench.comparing.stored import differences
 from attnbench.comparing.text import sentence
 from attnbench.comparison import Comparison
-from attnbench.drafts import draft_of
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.reading import decode_json, read_content
+from attnbench.files import decode_json, draft_of, read_content
 from attnbench.report import units
-from attnbench.results.records import is_timed
-from attnbench.results.run_file import read_run
-from attnbench.results.times import impossible_times
+from attnbench.results.records import is_timed, median_ns
+from attnbench.results.run_file import impossible_times, read_run
 from attnbench.spec import Ok, Record
 
 CAVEAT = (
-    "These are two sessions apart in time: on a shared machine such ratios move by 10 to 50 % with no change of code. "
+    "The two sessions ran at different times: on a shared machine such ratios vary by 10 to 50 % without any change. "
     "`attnbench gate` and the fixture's `compare` measure both sides in turn."
 )
 
@@ -72,7 +70,7 @@ def read_earlier(path: Path) -> list[Record]:
     try:
         records = decode_json(read_content(path), _WithRecords).records
     except (msgspec.DecodeError, UsageError) as error:
-        raise BrokenFile(path, None, f"no run file and no JSON with records ({error}).") from error
+        raise BrokenFile(path, None, f"neither a run file nor a JSON document with records ({error}).") from error
     problem = next(filter(None, map(impossible_times, records)), "")
     if problem:
         raise BrokenFile(path, None, f"{problem}: make it again with --attnbench-json.")
@@ -83,7 +81,9 @@ def summary_lines(session: SessionFile) -> Iterator[str]:
     """Yield a line per time and per comparison, then the counts."""
     timed = [record for record in session.records if is_timed(record)]
     for record in timed:
-        yield f"{_what(record)}: {_time(record)}"
+        assert record.time is not None
+        median = record.time.median_ns
+        yield f"{_what(record)}: {units.duration(median)} {units.half_interval(median, record.time.ci95_ns)}"
     for comparison in session.comparisons:
         yield f"{comparison.workload.id}: {sentence(comparison)}"
     checked = len(session.records) - len(timed)
@@ -105,11 +105,15 @@ def earlier_lines(now: Sequence[Record], then: Iterable[Record]) -> Iterator[str
     timed = [record for record in now if is_timed(record)]
     for record in timed:
         reason = _obstacle(record, known.get(record.cell.id), [other.cell.id for other in timed])
-        if reason is None:
-            compared = True
-            yield f"{_what(record)}: {_ratio(record, known[record.cell.id])}"
-        else:
+        if reason is not None:
             refused.setdefault(reason, []).append(record.cell.id)
+            continue
+        compared = True
+        earlier = known[record.cell.id]
+        assert is_timed(earlier)
+        here, there = median_ns(record), median_ns(earlier)
+        ratio = f"{here / there:.2f}x the earlier time ({units.duration(here)}, was {units.duration(there)})"
+        yield f"{_what(record)}: {ratio}"
     for reason, ids in refused.items():
         yield f"not compared ({reason}): {', '.join(dict.fromkeys(ids))}"
     if compared:
@@ -126,24 +130,11 @@ def _obstacle(now: Ok, then: Record | None, measured: Sequence[str]) -> str | No
         return "has no time in the earlier file"
     if now.environment is None or then.environment is None:
         return "its environment is not known"
-    if found := differences(then.environment, now.environment):
-        return f"another environment: {'; '.join(found)}"
+    if differing := differences(then.environment, now.environment):
+        return f"another environment: {'; '.join(differing)}"
     clocks = [record.time.clock for record in (now, then) if record.time is not None]
     return None if clocks[0] == clocks[1] else f"clock is {clocks[0]}, was {clocks[1]}"
 
 
 def _what(record: Record) -> str:
     return f"{record.implementation} on {record.workload.title}"
-
-
-def _time(record: Record) -> str:
-    if record.time is None:
-        return units.DASH
-    return f"{units.duration(record.time.median_ns)} {units.half_interval(record.time.median_ns, record.time.ci95_ns)}"
-
-
-def _ratio(now: Record, then: Record) -> str:
-    assert now.time is not None
-    assert then.time is not None
-    here, there = now.time.median_ns, then.time.median_ns
-    return f"{here / there:.2f}x the earlier time ({units.duration(here)}, was {units.duration(there)})"

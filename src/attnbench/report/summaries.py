@@ -7,21 +7,30 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from attnbench.drafts import write_texts
 from attnbench.errors import UsageError
+from attnbench.files import write_texts
+from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.printable import printable_lines
 from attnbench.report.environment import environment_line
-from attnbench.report.summary_documents import Document, Measured, correctness, memory, performance
 from attnbench.results.advice import Kind, Pick, Recommendation
-from attnbench.results.families import FRAMEWORKS, OVERALL
-from attnbench.results.records import label
-from attnbench.results.sentences import count_notes, name_wrong, wrong_sentences
+from attnbench.results.by_length import crossover
+from attnbench.results.families import FRAMEWORKS, OVERALL, Track, tracks
+from attnbench.results.growth import compute_bound, exponent, fits_until, memory_points, time_points
+from attnbench.results.recommend import compared_families, compared_tracks
+from attnbench.results.records import baseline, label
+from attnbench.results.sentences import capped, count_notes, name_wrong, speedups, wrong_sentences
+from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
 
+SCHEMA = 1
+CHANGING = ("from", "until", "mixed")
+"""Kinds of crossovers in which both sides are significantly faster somewhere."""
+Document = dict[str, Any]
 FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
 WHICH = "Which one"
 GROUPS: Mapping[str, tuple[int, tuple[Kind, ...]]] = {
@@ -49,19 +58,159 @@ MOST_WRONG = 3
 """Most wrong implementations that are listed with their reasons; more are listed by name."""
 
 
+class MachineStandings(Struct, frozen=True):
+    """The standings of one machine with one set of packages, and the sentences about them."""
+
+    title: str
+    standings: Standings
+    answer: Sequence[str]
+    """Sentences of the answer, without those about wrong results."""
+    advice: Sequence[Recommendation]
+
+    @property
+    def records(self) -> list[Record]:
+        """The record of each cell that is shown."""
+        return self.standings.records
+
+    @property
+    def baseline(self) -> str | None:
+        """Name of the implementation that speed-ups are against."""
+        return baseline(self.records, self.standings.against)
+
+    def named(self, rows: Iterable[Document]) -> list[Document]:
+        """Return rows of a document, each with the title of this part."""
+        return [row | {"section": self.title} for row in rows]
+
+
+def performance(parts: Sequence[MachineStandings]) -> Document:
+    """Return times, rates, speed-ups with their categories, growth with length, crossovers and advice."""
+    bases = {part.baseline for part in parts}
+    document = _document(parts) | {"baseline": bases.pop() if len(bases) == 1 else None}
+    tables: dict[str, list[Document]] = {
+        name: [] for name in ("cells", "speedups", "scaling", "crossovers", "recommendations")
+    }
+    for part in parts:
+        apart = [one for key in part.standings.overall for one in part.standings.apart(key)]
+        gains = [] if part.baseline is None else [gain for one in apart for gain in speedups(one, part.baseline)]
+        tables["cells"] += part.named(_cell(r) | _speed(r) for r in part.records if isinstance(r, Ok))
+        tables["speedups"] += part.named(map(structs.asdict, gains))
+        tables["scaling"] += part.named(_growth(part.records, of_time=True))
+        tables["crossovers"] += part.named(_crossovers(part))
+        tables["recommendations"] += part.named(map(structs.asdict, part.advice))
+    return document | tables
+
+
+def memory(parts: Sequence[MachineStandings]) -> Document:
+    """Return peaks with theory, their growth, and the length at which each implementation runs out of memory."""
+    cells: list[Document] = []
+    growth: list[Document] = []
+    for part in parts:
+        cells += part.named(_cell(r) | {"memory": r.memory, "reason": r.reason} for r in part.records)
+        growth += part.named(_growth(part.records, of_time=False))
+    return _document(parts) | {"cells": cells, "growth": growth}
+
+
+def correctness(parts: Sequence[MachineStandings]) -> Document:
+    """Return the checks of every cell with their errors, and the reasons of those that did not pass."""
+
+    def checked(record: Record) -> Document:
+        return _cell(record) | {
+            "reason": record.reason,
+            "errors": record.errors,
+            "verified_at": record.verified_at,
+            "deterministic": record.deterministic,
+            "approximate": record.approximate if isinstance(record, Ok) else None,
+        }
+
+    return _document(parts) | {
+        "statuses": Counter(record.status for part in parts for record in part.records),
+        "cells": [row for part in parts for row in part.named(map(checked, part.records))],
+    }
+
+
+def _document(parts: Sequence[MachineStandings]) -> Document:
+    return {"schema": SCHEMA, "sections": [{"title": part.title, "baseline": part.baseline} for part in parts]}
+
+
+def _growth(records: Sequence[Record], of_time: bool) -> list[Document]:
+    """Return how time or memory grows along every track that was measured at enough lengths."""
+    rows: list[Document] = []
+    for track, names in tracks(records).items():
+        for name, members in names.items():
+            fit = exponent(time_points(members) if of_time else memory_points(members))
+            if fit is None:
+                continue
+            if of_time:
+                figures = {"time": fit, "compute_bound": compute_bound(r for one in names.values() for r in one)}
+            else:
+                classes = {"growth": fit.growth, "growth_in_theory": fit.growth_in_theory}
+                figures = {"memory": fit, **classes, "fits_until": fits_until(members)}
+            rows.append(_line(track, name) | figures)
+    return rows
+
+
+def _crossovers(part: MachineStandings) -> list[Document]:
+    """Return the crossover of every implementation that changes places with the baseline along a track."""
+    rows, base = [], part.baseline
+    for track, names in compared_tracks(compared_families(part.standings)).items():
+        for name, records in names.items():
+            if base is None or name == base or base not in names:
+                continue
+            place = crossover(records, names[base])
+            if place is not None and place.kind in CHANGING:
+                rounded_off = structs.replace(place, length=place.point)
+                rows.append(_line(track, name) | {"against": base, "crossover": rounded_off})
+    return rows
+
+
+def _cell(record: Record) -> Document:
+    environment = record.environment
+    return {
+        "implementation": label(record),
+        "workload": record.workload.id,
+        "axes": record.workload.axes,
+        "status": record.status,
+        "device": None if environment is None else environment.device_name,
+        "fingerprint": None if environment is None else environment.fingerprint,
+    }
+
+
+def _speed(record: Ok) -> Document:
+    time = record.time
+    names = [] if time is None else [name for name in time.__struct_fields__ if name not in ("samples_ns", "rounds")]
+    return {
+        "time": None if time is None else {name: getattr(time, name) for name in names},
+        "also": {name: one.median_ns for name, one in record.also.items()},
+        "compile_ns": record.compile_ns,
+        "throughput": record.throughput,
+        "cost": record.cost,
+        "kernels": record.kernels,
+        "notes": notes_of(record),
+        "host_limited": host_limit(record),
+    }
+
+
+def _line(track: Track, name: str) -> Document:
+    family = track.family
+    return {"implementation": name, "family": family.title, "track": track.title, "device": family.device}
+
+
 def folder_of(page: Path) -> Path:
     """Return the folder for the summaries of a page, beside it."""
     return page.with_name(f"{page.stem}-summary")
 
 
-def write_summaries(parts: Sequence[Measured], folder: Path, left: Sequence[str] = ()) -> list[Path]:
+def write_summaries(parts: Sequence[MachineStandings], folder: Path, left: Sequence[str] = ()) -> list[Path]:
     """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk.
 
     `left` has a sentence for each run that ended early.
     """
     speed = performance(parts)
     documents = {"performance.json": speed, "memory.json": memory(parts), "correctness.json": correctness(parts)}
-    texts = {name: _json(document) for name, document in documents.items()}
+    texts = {
+        name: msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+        for name, document in documents.items()
+    }
     texts["summary.txt"] = summary_text(parts, speed, left)
     try:
         write_texts({folder / name: texts[name] for name in FILES})
@@ -70,10 +219,6 @@ def write_summaries(parts: Sequence[Measured], folder: Path, left: Sequence[str]
             f"cannot write to {folder}: {error.strerror or error}. Choose another folder with --summaries."
         ) from error
     return [folder / name for name in FILES]
-
-
-def _json(document: Document) -> str:
-    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
 class Told(Struct, frozen=True):
@@ -91,7 +236,7 @@ class Answer(Struct, frozen=True):
     told: list[Told]
 
 
-class Group(Struct, frozen=True):
+class QuestionGroup(Struct, frozen=True):
     """A question and its answers."""
 
     title: str
@@ -117,14 +262,22 @@ class PickTable(Struct, frozen=True):
         return [(" · ".join(words), picks) for words, (_, picks) in zip(told, self.rows)]
 
 
-def group_advice(advice: Iterable[Recommendation]) -> list[Group]:
+def group_advice(advice: Iterable[Recommendation]) -> list[QuestionGroup]:
     """Return the questions that the advice answers."""
     found = list(advice)
-    groups: list[Group] = []
+    groups: list[QuestionGroup] = []
     for title, (shown, kinds) in GROUPS.items():
-        answers = _answers(one for one in found if one.kind in kinds)
+        by_shapes: dict[str, Answer] = {}
+        for one in found:
+            if one.kind in kinds:
+                framework, _, shapes = one.family.partition(" · ")
+                text = one.text.removeprefix(one.family).lstrip(":, ")
+                by_shapes.setdefault(shapes, Answer(shapes, [])).told.append(Told(framework, text, one.basis))
+        for answer in by_shapes.values():
+            answer.told.sort(key=lambda one: _place(one.framework))
+        answers = list(by_shapes.values())
         table = pick_table(found) if title == WHICH else None
-        groups += [Group(title, answers[:shown], answers[shown:], table)] if answers else []
+        groups += [QuestionGroup(title, answers[:shown], answers[shown:], table)] if answers else []
     return groups
 
 
@@ -146,18 +299,7 @@ def _place(framework: str) -> int:
     return [OVERALL, *FRAMEWORKS.values(), framework].index(framework)
 
 
-def _answers(advice: Iterable[Recommendation]) -> list[Answer]:
-    answers: dict[str, Answer] = {}
-    for one in advice:
-        framework, _, shapes = one.family.partition(" · ")
-        text = one.text.removeprefix(one.family).lstrip(":, ")
-        answers.setdefault(shapes, Answer(shapes, [])).told.append(Told(framework, text, one.basis))
-    for answer in answers.values():
-        answer.told.sort(key=lambda one: _place(one.framework))
-    return list(answers.values())
-
-
-class Block(Struct, frozen=True):
+class SummarySection(Struct, frozen=True):
     """A section: whole entries until `most` lines are full, and the file with the rest."""
 
     title: str
@@ -166,10 +308,13 @@ class Block(Struct, frozen=True):
     rest: str = "performance.json"
 
 
-def summary_text(parts: Sequence[Measured], speed: Document, left: Sequence[str] = ()) -> str:
+def summary_text(parts: Sequence[MachineStandings], speed: Document, left: Sequence[str] = ()) -> str:
     """Return the text of `summary.txt`, whose lines the machines share; `speed` is the document of performance, `left`
     has a sentence for each run that ended early."""
-    tail = [*_wrapped(REST), *_early(left)]
+    tail = _wrapped(REST)
+    if left:  # the first run that ended early, and how many more did
+        more = f" {len(left) - 1} more ended early: the report names them." if len(left) > 1 else ""
+        tail += _wrapped(f"{textwrap.shorten(left[0], 3 * WIDTH, placeholder=' ...')}.{more}")
     scarce = MOST_LINES // max(1, len(parts)) < ROOMY
     every = [record for part in parts for record in part.records]
     lines = [*_wrapped(_all_wrong(every)), ""] if scarce and name_wrong(every) else []
@@ -184,47 +329,54 @@ def summary_text(parts: Sequence[Measured], speed: Document, left: Sequence[str]
     return printable_lines("".join(one for one in text if one.isprintable() or one == "\n"))
 
 
-def _blocks(part: Measured, speed: Document, titled: bool, wrong: bool) -> Iterator[Block]:
+def _blocks(part: MachineStandings, speed: Document, titled: bool, wrong: bool) -> Iterator[SummarySection]:
     """Yield the sections of one machine in the order of reading; the last ones are left out first."""
     shown = part.records
-    heading = [part.title, "=" * len(part.title)] if titled else _machines(shown)
-    yield Block("", [*heading, _counts(shown)], ANSWER)
-    yield Block("", _wrong(shown) if wrong else [], MOST_LINES)
-    yield Block("", part.answer, ANSWER)
+    environments = {r.environment.fingerprint: r.environment for r in shown if r.environment is not None}
+    heading = [part.title, "=" * len(part.title)] if titled else [*map(environment_line, environments.values())]
+    statuses = Counter(record.status.replace("_", " ") for record in shown).most_common()
+    counts = f"{len(shown)} cells: {', '.join(f'{n} {status}' for status, n in statuses)}"
+    yield SummarySection("", [*heading, counts], ANSWER)
+    sentences = [sentence for told in wrong_sentences(shown) for sentence in told] if wrong else []
+    told = [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
+    yield SummarySection("", told if len(told) <= MOST_WRONG else [_all_wrong(shown)], MOST_LINES)
+    yield SummarySection("", part.answer, ANSWER)
+
+    def pick_words(pick: Pick) -> str:
+        others = "".join([f" = {name}" for name in pick.same] + [f" ≈ {pick.equal}"] * bool(pick.equal))
+        mixed = "by shape, most often " if pick.mixed else ""
+        return f"{mixed}{pick.name}{others} ({pick.led} of {pick.of})"
+
     table = pick_table(part.advice)
     picks = []
     for shapes, row in table.rows:
-        told = (f"{name}: {_pick(pick)}" for name, pick in zip(table.frameworks, row) if pick is not None)
+        told = [f"{name}: {pick_words(pick)}" for name, pick in zip(table.frameworks, row) if pick is not None]
         picks.append(f"{shapes}: {'; '.join(told)}")
-    yield Block("Which one (= the same kernel, ≈ as fast; unbeaten on so many of the shapes)", picks, MOST_LINES // 3)
+    yield SummarySection(
+        "Which one (= the same kernel, ≈ as fast; unbeaten on so many of the shapes)", picks, MOST_LINES // 3
+    )
     for title, (_, kinds) in GROUPS.items():
         if title != WHICH:
-            yield Block(title, [one.text for one in part.advice if one.kind in kinds], ADVICE)
-    yield Block("Without a result", _lost(shown), REASONS, "correctness.json")
+            yield SummarySection(title, [one.text for one in part.advice if one.kind in kinds], ADVICE)
+    yield SummarySection("Without a result", _lost(shown), REASONS, "correctness.json")
     rows = [row for row in speed["speedups"] if row["section"] == part.title]
-    yield Block(f"Speed-up against {part.baseline}", _categories(rows), ADVICE)
-    yield Block("Notes", count_notes(shown), ADVICE)
-
-
-def _wrong(records: Sequence[Record]) -> list[str]:
-    """Return all implementations with wrong results: with their reasons, or by name if they are many."""
-    sentences = [sentence for told in wrong_sentences(records) for sentence in told]
-    if len(sentences) <= MOST_WRONG:
-        return [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
-    return [_all_wrong(records)]
+    categories: dict[str, Counter[str]] = {}
+    for row in rows:
+        categories.setdefault(row["category"], Counter())[row["implementation"]] += 1
+    gains: list[str] = []
+    for name in ORDER:
+        if name in categories:
+            counts = [f"{who} ({n})" for who, n in categories[name].most_common()]
+            gains.append(f"{name}: {', '.join(capped(counts, MOST_NAMES, '{} more'))}")
+    yield SummarySection(f"Speed-up against {part.baseline}", gains, ADVICE)
+    yield SummarySection("Notes", count_notes(shown), ADVICE)
 
 
 def _all_wrong(records: Sequence[Record]) -> str:
-    return f"Wrong, and not ranked there: {name_wrong(records)}; why is in correctness.json."
+    return f"Wrong, and not ranked there: {name_wrong(records)}; the reasons are in correctness.json."
 
 
-def _early(left: Sequence[str]) -> list[str]:
-    """Return the first run that ended early, and how many more did."""
-    more = f" {len(left) - 1} more ended early: the report names them." if len(left) > 1 else ""
-    return _wrapped(f"{textwrap.shorten(left[0], 3 * WIDTH, placeholder=' ...')}.{more}") if left else []
-
-
-def _fitted(blocks: Iterable[Block], room: int) -> list[str]:
+def _fitted(blocks: Iterable[SummarySection], room: int) -> list[str]:
     """Return sections one below the other, a blank line after each, until the room is taken."""
     lines: list[str] = []
     for block in blocks:
@@ -235,7 +387,7 @@ def _fitted(blocks: Iterable[Block], room: int) -> list[str]:
     return lines
 
 
-def _entries(block: Block, most: int) -> list[str]:
+def _entries(block: SummarySection, most: int) -> list[str]:
     lines: list[str] = []
     for place, entry in enumerate(block.entries):
         wrapped = _wrapped(entry) if block.title else _wrapped(entry, "")
@@ -252,23 +404,6 @@ def _wrapped(text: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _pick(pick: Pick) -> str:
-    others = "".join([f" = {name}" for name in pick.same] + [f" ≈ {pick.equal}"] * bool(pick.equal))
-    mixed = "by shape, most often " if pick.mixed else ""
-    return f"{mixed}{pick.name}{others} ({pick.led} of {pick.of})"
-
-
-def _machines(records: Sequence[Record]) -> list[str]:
-    """Return each machine and set of packages once."""
-    environments = {r.environment.fingerprint: r.environment for r in records if r.environment is not None}
-    return [environment_line(one) for one in environments.values()]
-
-
-def _counts(records: Sequence[Record]) -> str:
-    counts = Counter(record.status.replace("_", " ") for record in records)
-    return f"{len(records)} cells: {', '.join(f'{n} {status}' for status, n in counts.most_common())}"
-
-
 def _lost(records: Sequence[Record]) -> list[str]:
     """Return a line per reason with the implementations that it kept from a result; the most frequent reason first."""
     groups: dict[tuple[str, str], Counter[str]] = {}
@@ -277,26 +412,8 @@ def _lost(records: Sequence[Record]) -> list[str]:
             key = (record.status.replace("_", " "), " ".join(record.reason.split()))
             groups.setdefault(key, Counter())[label(record)] += 1
     found = sorted(groups.items(), key=lambda item: -item[1].total())
-    return [
-        textwrap.shorten(f"{status}: {_names(names)}: {reason}", WIDTH, placeholder=" ...")
-        for (status, reason), names in found
-    ]
-
-
-def _names(names: Counter[str]) -> str:
-    left = len(names) - MOST_NAMES
-    return ", ".join([*list(names)[:MOST_NAMES], *([f"{left} more"] if left > 0 else [])])
-
-
-def _categories(speedups: Sequence[Document]) -> list[str]:
-    """Return a line per category with the implementations in it and how often."""
-    groups: dict[str, Counter[str]] = {}
-    for one in speedups:
-        groups.setdefault(one["category"], Counter())[one["implementation"]] += 1
-    return [f"{name}: {_counted(groups[name])}" for name in ORDER if name in groups]
-
-
-def _counted(names: Counter[str]) -> str:
-    left = len(names) - MOST_NAMES
-    told = [f"{who} ({n})" for who, n in names.most_common(MOST_NAMES)]
-    return ", ".join([*told, *([f"{left} more"] if left > 0 else [])])
+    lines: list[str] = []
+    for (status, reason), names in found:
+        told = ", ".join(capped(list(names), MOST_NAMES, "{} more"))
+        lines.append(textwrap.shorten(f"{status}: {told}: {reason}", WIDTH, placeholder=" ..."))
+    return lines

@@ -15,14 +15,14 @@ from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.environment import environment_line
 from attnbench.report.units import DASH
-from attnbench.results.records import ANCHOR, is_timed, label
+from attnbench.results.records import is_anchor, is_timed, label, share_of_allowed
 from attnbench.results.sentences import count_notes, counted, format_ratio, not_run
 from attnbench.results.standings import NOT_COMPARED, Row, Standings
-from attnbench.spec import Ok, Ranks, Record, Time, Unsupported, VerifiedAt
+from attnbench.spec import Ok, Ranks, Record, Time, Unsupported
 
 PARTS = ("forward", "backward")
 EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
-"""Columns that a narrow screen gives up, the first one first; `forward` and `backward` as parts of a training step."""
+"""Columns left out on a narrow screen, the first one first; `forward` and `backward` as parts of a training step."""
 MARK = "*"
 """Mark on the time of kernels if the call takes much longer."""
 STYLES = {"incorrect": "red", "failed": "red", "timeout": "red", "out_of_memory": "yellow"}
@@ -102,56 +102,42 @@ def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int 
 
 def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, list[str]]:
     """Return heading -> cells. A part that no record has is left out; a single missing figure prints as a dash."""
-    parts = [part for part in PARTS if any(part in record.also for _, record in timed)]
     records = [record for _, record in timed]
-    columns = {
-        "#": [_place(row) for row, _ in timed],
-        "implementation": [escape(shortened(row.implementation)) for row, _ in timed],
-        records[0].workload.pass_: _published(records),
-        **{part: [_time_text(record.also.get(part)) for record in records] for part in parts},
+    columns: dict[str, list[str]] = {"#": [], "implementation": [], records[0].workload.pass_: []}
+    marks = ["" if host_limit(record) is None else f" {MARK}" for record in records]
+    width = max(map(len, marks))
+    for (row, record), mark in zip(timed, marks):
+        place = str(row.rank) if row.rank is not None else "~" if record.approximate else DASH
+        columns["#"].append(">=" if row.behind else "=" if row.tied else place)
+        columns["implementation"].append(escape(shortened(row.implementation)))
+        columns[record.workload.pass_].append(f"{_time_text(record.time)}{mark:<{width}}")
+    for part in PARTS:
+        if any(part in record.also for record in records):
+            columns[part] = [_time_text(record.also.get(part)) for record in records]
+    columns |= {
         "TFLOP/s": [units.significant(record.cost.tflops) for record in records],
         "roofline": [units.percent(record.cost.roofline) for record in records],
         "peak": [units.size(record.memory.peak_bytes) for record in records],
     }
     if base is not None:
-        columns[f"against {base}"] = [_speedup(row, base) for row, _ in timed]
-    if any(remarks := [_remarks(record) for record in records]):
+        columns[f"against {base}"] = [
+            "1" if row.implementation == base else DASH if row.speedup is None else format_ratio(row.speedup)
+            for row, _ in timed
+        ]
+    remarks: list[str] = []
+    for record in records:
+        told = ["approximate"] * record.approximate + [note.partition(":")[0] for note in record.notes]
+        told += ["not deterministic"] * (not record.deterministic)
+        remarks.append(escape(shortened(", ".join(told))))
+    if any(remarks):
         columns["remarks"] = remarks
     return columns
-
-
-def _place(row: Row) -> str:
-    if row.rank is None:
-        return "~" if isinstance(row.record, Ok) and row.record.approximate else DASH
-    return ">=" if row.behind else "=" if row.tied else str(row.rank)
 
 
 def _time_text(time: Time | None) -> str:
     if time is None:
         return DASH
     return f"{units.duration(time.median_ns)} {units.half_interval(time.median_ns, time.ci95_ns):>7}"
-
-
-def _published(records: Sequence[Ok]) -> list[str]:
-    """Return the times that are ranked, with a mark on those that are not what a caller waits for."""
-    marks = ["" if host_limit(record) is None else f" {MARK}" for record in records]
-    width = max(map(len, marks))
-    return [f"{_time_text(record.time)}{mark:<{width}}" for record, mark in zip(records, marks)]
-
-
-def _speedup(row: Row, base: str) -> str:
-    if row.implementation == base:
-        return "1"
-    return DASH if row.speedup is None else format_ratio(row.speedup)
-
-
-def _remarks(record: Ok) -> str:
-    remarks = [note.partition(":")[0] for note in record.notes]
-    if record.approximate:
-        remarks.insert(0, "approximate")
-    if not record.deterministic:
-        remarks.append("not deterministic")
-    return escape(shortened(", ".join(remarks)))
 
 
 def print_not_run(console: Console, records: Iterable[Record]) -> None:
@@ -211,7 +197,12 @@ def _times(record: Ok) -> Iterator[Line]:
         yield "time", f"{DASH} (verified, not timed)"
         return
     for name, time in {record.workload.pass_: record.time, **record.also}.items():
-        yield f"time, {name}", _percentiles(time)
+        low, high = (units.duration(edge) for edge in time.ci95_ns or (None, None))
+        figures = {"p95": time.p95_ns, "p99": time.p99_ns, "min": time.min_ns, "max": time.max_ns, "mean": time.mean_ns}
+        told = ", ".join(f"{name} {units.duration(value)}" for name, value in figures.items())
+        counts = f"{len(time.samples_ns)} samples of {time.calls_per_sample} call(s), {time.outliers} outliers kept"
+        median = f"median {units.duration(time.median_ns)} (95 %: {low} to {high})"
+        yield f"time, {name}", f"{median}, {told}, std {units.duration(time.std_ns)}; {counts}; clock {time.clock}"
     yield "compile", units.duration(record.compile_ns) if record.compile_ns else "none"
     yield "first call", units.duration(record.first_call_ns)
     if record.throughput is not None:
@@ -219,15 +210,6 @@ def _times(record: Ok) -> Iterator[Line]:
             "throughput",
             f"{record.throughput.tokens_per_s:,.0f} tokens/s, {record.throughput.calls_per_s:,.1f} calls/s",
         )
-
-
-def _percentiles(time: Time) -> str:
-    low, high = (units.duration(edge) for edge in time.ci95_ns or (None, None))
-    figures = {"p95": time.p95_ns, "p99": time.p99_ns, "min": time.min_ns, "max": time.max_ns, "mean": time.mean_ns}
-    told = ", ".join(f"{name} {units.duration(value)}" for name, value in figures.items())
-    counts = f"{len(time.samples_ns)} samples of {time.calls_per_sample} call(s), {time.outliers} outliers kept"
-    median = f"median {units.duration(time.median_ns)} (95 %: {low} to {high})"
-    return f"{median}, {told}, std {units.duration(time.std_ns)}; {counts}; clock {time.clock}"
 
 
 def _resources(record: Ok) -> Iterator[Line]:
@@ -276,28 +258,25 @@ def _correctness(record: Ok) -> Iterator[Line]:
         yield "also checked", ", ".join(checks)
     if errors.hidden_nan:
         yield "hidden NaN", errors.hidden_nan
-    yield "verified at", _verified(record.verified_at)
+    at = record.verified_at
+    places: dict[str, tuple[dict[str, int], float | None]] = {"": (at.shape, at.share)}
+    if at.backward_shape is not None:
+        places["; gradients "] = at.backward_shape, at.backward_share
+    told = ""
+    for start, (shape, share) in places.items():
+        sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
+        told += f"{start}{units.percent(share)} of the rows at {sizes}"
+    yield "verified at", told
     yield "deterministic", "yes" if record.deterministic else "no"
     if notes := notes_of(record):
         yield "notes", "; ".join(notes)
-
-
-def _verified(at: VerifiedAt) -> str:
-    def place(shape: dict[str, int], share: float | None) -> str:
-        sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
-        return f"{units.percent(share)} of the rows at {sizes}"
-
-    forward = place(at.shape, at.share)
-    if at.backward_shape is None:
-        return forward
-    return f"{forward}; gradients {place(at.backward_shape, at.backward_share)}"
 
 
 def count_statuses(records: Iterable[Record]) -> dict[str, dict[str, int]]:
     """Return implementation, with its tunables -> number of cells by status."""
     counts: dict[str, Counter[str]] = {}
     for record in records:
-        if not record.implementation.startswith(ANCHOR):
+        if not is_anchor(record):
             counts.setdefault(label(record), Counter())[record.status] += 1
     return {name: {status: found[status] for status in STATUSES} for name, found in counts.items()}
 
@@ -327,29 +306,24 @@ def _verification_table(records: Sequence[Record]) -> Table:
         table.add_column(status, justify="right")
     table.add_column("worst error / allowed", justify="right", no_wrap=True)
     table.add_column("why some did not run", overflow="fold")
+
+    def count(number: int, style: str) -> str:
+        return f"[{style}]{number}[/{style}]" if number else DASH
+
     for name, counts in count_statuses(records).items():
         mine = [record for record in records if label(record) == name]
         wrong = sum(counts[status] for status in STATUSES[1:5])
         reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
         told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
-        figures = (_count(counts["ok"], "green"), _count(wrong, "red"), _count(counts["unsupported"], "dim"))
-        table.add_row(escape(shortened(name)), *figures, _worst(mine), escape(shortened(told)))
+        figures = (count(counts["ok"], "green"), count(wrong, "red"), count(counts["unsupported"], "dim"))
+        shares = [
+            share
+            for record in mine
+            if isinstance(record, Ok) and (share := share_of_allowed(record.errors)) is not None
+        ]
+        worst = units.percent(max(shares)) if shares else DASH
+        table.add_row(escape(shortened(name)), *figures, worst, escape(shortened(told)))
     return table
-
-
-def _count(number: int, style: str) -> str:
-    return f"[{style}]{number}[/{style}]" if number else DASH
-
-
-def _worst(records: Iterable[Record]) -> str:
-    """Return the largest share of the error allowed in any verified cell."""
-    shares = []
-    for record in records:
-        if isinstance(record, Ok):
-            e = record.errors
-            pairs = ((e.forward, e.forward_allowed), (e.backward, e.backward_allowed))
-            shares += [error / allowed for error, allowed in pairs if error is not None and allowed]
-    return units.percent(max(shares)) if shares else DASH
 
 
 def _explain(console: Console, record: Record) -> None:

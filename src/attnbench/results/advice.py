@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from attnbench.results.families import Family
 from attnbench.results.ratios import Ratio
 from attnbench.results.sentences import counted, format_ratio
 
@@ -26,8 +27,8 @@ class Figure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def __str__(self) -> str:
         bounds = None if self.low is None or self.high is None else (self.low, self.high)
         if self.unit == "x":
-            told = f"{self.value:.2f}x" if bounds is None else format_ratio(Ratio(self.value, *bounds))
-            return f"{self.name} {told}"
+            text = f"{self.value:.2f}x" if bounds is None else format_ratio(Ratio(self.value, *bounds))
+            return f"{self.name} {text}"
         digits = ",.0f" if self.unit in ("tokens", "ns") else ".3g"
         span = "" if bounds is None else f" ({bounds[0]:{digits}}-{bounds[1]:{digits}})"
         return f"{self.name} {self.value:{digits}} {self.unit}".rstrip() + span
@@ -74,6 +75,21 @@ class Recommendation(Struct, frozen=True, kw_only=True):
         return (
             f"{'; '.join(map(str, self.figures))}; from {workloads(len(self.workloads))} on {self.device or 'unknown'}"
         )
+
+
+def advise_family(
+    kind: Kind, family: Family, text: str, workloads: Iterable[str], figures: Iterable[Figure], pick: Pick | None = None
+) -> Recommendation:
+    """Return a recommendation for a family, with the family's title before the text."""
+    return Recommendation(
+        kind=kind,
+        family=family.title,
+        device=family.device,
+        text=f"{family.title}{text}.",
+        workloads=tuple(dict.fromkeys(workloads)),
+        figures=tuple(figures),
+        pick=pick,
+    )
 
 
 def ratio_figure(name: str, ratio: Ratio) -> Figure:

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from attnbench.measuring.rates import CallTime, call_time, told_host_limit
-from attnbench.results.advice import Figure, Recommendation, listed, ratio_figure, tokens
+from attnbench.measuring.rates import CallTime, call_time, describe_host_limit
+from attnbench.results.advice import Figure, Recommendation, advise_family, listed, ratio_figure, tokens
 from attnbench.results.families import Family, Track, length
 from attnbench.results.growth import stores_scores
 from attnbench.results.ratios import RANK_LEVEL, SEED, LogRatio, Ratio, log_ratio, paired_ratio
@@ -74,18 +74,18 @@ def crossover(a_records: Sequence[Record], b_records: Sequence[Record]) -> Cross
         return None
     logs = [log_ratio(ours[n], theirs[n], SEED + index) for index, n in enumerate(lengths)]
     signs = tuple(paired_ratio(ours[n], theirs[n], RANK_LEVEL).sign for n in lengths)
-    found = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs), "signs": signs}
+    facts = {"lengths": tuple(lengths), "ratios": tuple(one.ratio() for one in logs), "signs": signs}
     certain = [index for index, one in enumerate(signs) if one]
     turns = [(i, j) for i, j in pairwise(certain) if signs[i] != signs[j]]
     if not certain:
-        return Crossover(kind="same", **found)
+        return Crossover(kind="same", **facts)
     if not turns:
-        return Crossover(kind="always" if signs[certain[0]] > 0 else "never", **found)
+        return Crossover(kind="always" if signs[certain[0]] > 0 else "never", **facts)
     if len(turns) > 1:
-        return Crossover(kind="mixed", **found)
+        return Crossover(kind="mixed", **facts)
     first, last = turns[0]
     where, interval = _place(lengths[first : last + 1], logs[first : last + 1], signs[last])
-    return Crossover(kind="from" if signs[last] > 0 else "until", length=where, interval=interval, **found)
+    return Crossover(kind="from" if signs[last] > 0 else "until", length=where, interval=interval, **facts)
 
 
 def _place(lengths: Sequence[int], logs: Sequence[LogRatio], side: int) -> tuple[float, tuple[float, float]]:
@@ -120,12 +120,12 @@ def _standings(names: Names, tally: Tally) -> dict[int, Standing]:
 
 
 def _first(standing: Standing, keep: Callable[[Ok], bool]) -> Ok | None:
-    """Return the first ranked record that is wanted, by the order of the standing and the plainest name of a kernel."""
+    """Return the first ranked record that `keep` accepts, in the order of kernels, by the plainest name of each."""
     ranked = (standing.ranked[row.implementation] for kernel in standing.kernels for row in kernel)
     return next(filter(keep, ranked), None)
 
 
-class Part(Struct, frozen=True):
+class LengthRange(Struct, frozen=True):
     """Neighbouring lengths that one implementation leads."""
 
     name: str
@@ -141,26 +141,25 @@ def threshold_of(track: Track, names: Names, tally: Tally) -> Recommendation | N
     for below, above in pairwise(parts):
         figure = boundary(names, below, above)
         figures.append(figure)
-        text.append(_from_words(figure, below, above))
+        if figure.low is None or figure.high is None:
+            start = f"{above.lengths[0]:,} (nothing was measured after {below.lengths[-1]:,})"
+        elif figure.value == figure.high:
+            start = f"somewhere between {figure.low:,.0f} and {figure.high:,.0f}"
+        else:
+            start = f"about {tokens(figure.value)} ({figure.low:,.0f}-{figure.high:,.0f})"
+        text.append(f"{above.name} from {start}")
     waiting = ""
     for part in parts:
-        mine = (one for one in exact(names[part.name]) if length(one.workload) in part.lengths)
-        told = told_host_limit(mine)
-        waiting += f"; {part.name} is {told}" if told else ""
-    family = track.family
-    return Recommendation(
-        kind="threshold",
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}, {track.title}: {', '.join(text)}{waiting}.",
-        workloads=tuple(dict.fromkeys(record.workload.id for one in names.values() for record in exact(one))),
-        figures=tuple(figures),
-    )
+        led = (one for one in exact(names[part.name]) if length(one.workload) in part.lengths)
+        limit = describe_host_limit(led)
+        waiting += f"; {part.name} is {limit}" if limit else ""
+    timed = [record.workload.id for records in names.values() for record in exact(records)]
+    return advise_family("threshold", track.family, f", {track.title}: {', '.join(text)}{waiting}", timed, figures)
 
 
-def _parts(leaders: Mapping[int, set[str]]) -> list[Part]:
+def _parts(leaders: Mapping[int, set[str]]) -> list[LengthRange]:
     """Return the fewest parts of a track, each of which one implementation leads from end to end, ties included."""
-    parts: list[Part] = []
+    parts: list[LengthRange] = []
     left = list(leaders)
     while left:
         reaches = {
@@ -168,12 +167,12 @@ def _parts(leaders: Mapping[int, set[str]]) -> list[Part]:
             for name in sorted(leaders[left[0]])
         }
         name = max(reaches, key=lambda one: reaches[one])
-        parts.append(Part(name, tuple(left[: reaches[name]])))
+        parts.append(LengthRange(name, tuple(left[: reaches[name]])))
         left = left[reaches[name] :]
     return parts
 
 
-def boundary(names: Names, below: Part, above: Part) -> Figure:
+def boundary(names: Names, below: LengthRange, above: LengthRange) -> Figure:
     """Return the length at which the leaders of two parts take as long: between two measured lengths, or at the first
     length of the upper part."""
     name = f"{above.name} instead of {below.name} from"
@@ -184,15 +183,7 @@ def boundary(names: Names, below: Part, above: Part) -> Figure:
     return Figure(name=name, value=found.point or high, low=low, high=high, unit="tokens")
 
 
-def _from_words(figure: Figure, below: Part, above: Part) -> str:
-    if figure.low is None or figure.high is None:
-        return f"{above.name} from {above.lengths[0]:,} (nothing was measured after {below.lengths[-1]:,})"
-    if figure.value == figure.high:
-        return f"{above.name} from somewhere between {figure.low:,.0f} and {figure.high:,.0f}"
-    return f"{above.name} from about {tokens(figure.value)} ({figure.low:,.0f}-{figure.high:,.0f})"
-
-
-class Place(Struct, frozen=True):
+class ShapeGain(Struct, frozen=True):
     """A shape, and the time of the best plain implementation over that of the best fused one."""
 
     shape: str
@@ -215,9 +206,15 @@ class Turn(Struct, frozen=True):
 def flash_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
     """Return from which length fused attention pays, in one sentence for all batches of a family; None if fused and
     plain implementations were not both timed at two lengths."""
-    turns = {track: turn for track, names in tracks.items() if (turn := _turn(_standings(names, tally))) is not None}
+    turns: dict[Track, Turn] = {}
+    for track, names in tracks.items():
+        at = _standings(names, tally)
+        fused = {n: one for n in at if (one := _first(at[n], lambda record: not stores_scores(record))) is not None}
+        plain = {n: one for n in at if (one := _first(at[n], stores_scores)) is not None}
+        if (change := crossover(list(fused.values()), list(plain.values()))) is not None:
+            turns[track] = Turn(fused, plain, change)
     places = [
-        Place(
+        ShapeGain(
             f"{track.batch} x {n}" if track.q_len is None else f"{track.batch} x {track.q_len} x {n}",
             n,
             ratio,
@@ -232,80 +229,64 @@ def flash_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Rec
         return None
     kinds = {turn.crossover.kind for turn in turns.values()}
     if len(kinds) == 1 and kinds <= {"always", "never"}:
-        told = _one_sided(places, "always" in kinds, len(turns) == 1)
+        text = _one_sided(places, "always" in kinds, len(turns) == 1)
     else:
         subjects = [FUSED, *["it"] * (len(turns) - 1)]
         sides = zip(turns.items(), subjects)
-        told = "; ".join(f"with {track.title}, {who} {_pays(turn.crossover)}" for (track, turn), who in sides)
+        text = "; ".join(f"with {track.title}, {who} {_pays(turn.crossover)}" for (track, turn), who in sides)
     figures = [ratio_figure(f"time of {at.plain} / {at.fused} at {at.shape}", at.gain) for at in places]
     for track, turn in turns.items():
         if turn.crossover.interval is not None:
             low, high = turn.crossover.interval
             name = f"{FUSED} as fast as {PLAIN}, {track.title}"
             figures.append(Figure(name=name, value=turn.crossover.point or high, low=low, high=high, unit="tokens"))
-    timed = [record for track in turns for records in tracks[track].values() for record in exact(records)]
-    return Recommendation(
-        kind="flash",
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}: {told}.",
-        workloads=tuple(dict.fromkeys(record.workload.id for record in timed)),
-        figures=tuple(figures),
-    )
+    timed = [one.workload.id for track in turns for records in tracks[track].values() for one in exact(records)]
+    return advise_family("flash", family, f": {text}", timed, figures)
 
 
-def _turn(standings: Mapping[int, Standing]) -> Turn | None:
-    fused = {n: one for n, at in standings.items() if (one := _first(at, lambda r: not stores_scores(r))) is not None}
-    plain = {n: one for n, at in standings.items() if (one := _first(at, stores_scores)) is not None}
-    found = crossover(list(fused.values()), list(plain.values()))
-    return None if found is None else Turn(fused, plain, found)
-
-
-def _one_sided(places: Sequence[Place], fused_leads: bool, one_track: bool) -> str:
-    """Return words for one side that leads wherever the two differ: where that is, by how much, and where not."""
+def _one_sided(places: Sequence[ShapeGain], fused_leads: bool, one_track: bool) -> str:
+    """Return words for one side that leads wherever the two differ: where that is, the least and the most gain, and
+    where not."""
     leader, other = (FUSED, PLAIN) if fused_leads else (PLAIN, FUSED)
     certain, close = ([at for at in places if at.certain is side] for side in (True, False))
     shortest, longest = (end(at.length for at in places) for end in (min, max))
     where = _named(certain, one_track) if close else f"every length measured, {shortest:,} to {longest:,} tokens"
-    told = f"use {leader} instead of {other} at {where}: {_gains(certain, fused_leads)}"
-    return f"{told}; {NO_DIFFERENCE} at {_named(close, one_track)}" if close else told
+    gains: list[tuple[float, str]] = []
+    for at in certain:
+        if not too_wide(at.gain):
+            names = (at.fused, at.plain) if fused_leads else (at.plain, at.fused)
+            ratio = at.gain if fused_leads else at.gain.inverse
+            gains.append((ratio.value, f"{format_ratio(ratio)} as fast at {at.shape} ({' against '.join(names)})"))
+    gains.sort(key=lambda gain: gain[0])
+    ends = gains if len(gains) < 2 else [gains[0], gains[-1]]
+    much = " to ".join(words for _, words in ends) or "how much faster cannot be told, times vary too much"
+    text = f"use {leader} instead of {other} at {where}: {much}"
+    return f"{text}; {NO_DIFFERENCE} at {_named(close, one_track)}" if close else text
 
 
-def _named(places: Sequence[Place], one_track: bool) -> str:
+def _named(places: Sequence[ShapeGain], one_track: bool) -> str:
     """Return places by their lengths, or of several batches by their shapes."""
     if one_track:
         return _tokens([at.length for at in places])
     return listed([at.shape for at in places]) if len(places) <= MOST_SHAPES else f"{len(places)} shapes"
 
 
-def _gains(certain: Sequence[Place], fused_leads: bool) -> str:
-    """Return the least and the most gain, of those that have a figure."""
-    known = [at for at in certain if not too_wide(at.gain)]
-    if not known:
-        return "how much faster cannot be told, times vary too much"
-    ordered = sorted(known, key=lambda at: at.gain.value if fused_leads else 1 / at.gain.value)
-    told = []
-    for at in [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered:
-        names = (at.fused, at.plain) if fused_leads else (at.plain, at.fused)
-        ratio = at.gain if fused_leads else at.gain.inverse
-        told.append(f"{format_ratio(ratio)} as fast at {at.shape} ({' against '.join(names)})")
-    return " to ".join(told)
-
-
-def _pays(found: Crossover) -> str:
+def _pays(change: Crossover) -> str:
     """Return words for the lengths of one track at which fused attention pays."""
-    if found.interval is not None:
-        low, high = (f"{edge:,.0f}" for edge in found.interval)
-        word = "pays from" if found.kind == "from" else "pays only up to"
-        if found.point is None:
+    if change.interval is not None:
+        low, high = (f"{edge:,.0f}" for edge in change.interval)
+        word = "pays from" if change.kind == "from" else "pays only up to"
+        if change.point is None:
             return f"{word} somewhere between {low} and {high} tokens"
-        return f"{word} about {tokens(found.point)} tokens ({low}-{high})"
-    certain, close = ([n for n, one in zip(found.lengths, found.signs) if bool(one) is side] for side in (True, False))
+        return f"{word} about {tokens(change.point)} tokens ({low}-{high})"
+    certain, close = (
+        [n for n, one in zip(change.lengths, change.signs) if bool(one) is side] for side in (True, False)
+    )
     if not certain:
         return f"makes {NO_DIFFERENCE} at {_tokens(close)}"
     words = {"always": "pays", "never": "does not pay"}
-    told = f"{words.get(found.kind, 'pays now and then')} at {_tokens(certain)}"
-    return f"{told}, {NO_DIFFERENCE} at {_tokens(close)}" if close else told
+    text = f"{words.get(change.kind, 'pays now and then')} at {_tokens(certain)}"
+    return f"{text}, {NO_DIFFERENCE} at {_tokens(close)}" if close else text
 
 
 def _tokens(lengths: Sequence[int]) -> str:
@@ -322,8 +303,8 @@ class Wait(Struct, frozen=True):
 
 def launch_bound_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
     """Return up to which lengths the device waits for the host, in one sentence for all batches of a family; None if
-    both clocks were read nowhere, or nothing waits."""
-    told, figures, seen = [], [], []
+    no record has both clocks, or no call waits."""
+    parts, figures, timed = [], [], []
     for track, names in tracks.items():
         waits = list(_waits(_standings(names, tally)))
         bound = [wait for wait in waits if wait.call.bound]
@@ -337,33 +318,27 @@ def launch_bound_of(family: Family, tracks: Mapping[Track, Names], tally: Tally)
         by = "" if call.clock == "wall" else f" by {call.clock}"
         times = f"{label(longest.record)}: {_time(call.kernel_ns)} of kernels in {_time(call.call_ns)}{by}"
         beyond = next((f"; no longer at {wait.length:,}" for wait in waits if wait.length > longest.length), "")
-        told.append(f"{track.title} {reach} tokens ({times}{beyond})")
+        parts.append(f"{track.title} {reach} tokens ({times}{beyond})")
         for name, value in (("kernel", call.kernel_ns), (call.clock, call.call_ns)):
             figures.append(Figure(name=f"{name} time, {longest.record.cell.id}", value=value, unit="ns"))
-        seen += [wait.record.workload.id for wait in waits]
-    if not told:
+        timed += [wait.record.workload.id for wait in waits]
+    if not parts:
         return None
     advice = LAUNCH_ADVICE.get(family.framework, CAPTURE)
-    return Recommendation(
-        kind="launch-bound",
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}: launch-bound with {listed(told)}: {advice}.",
-        workloads=tuple(seen),
-        figures=tuple(figures),
-    )
+    return advise_family("launch-bound", family, f": launch-bound with {listed(parts)}: {advice}", timed, figures)
 
 
 def _waits(standings: Mapping[int, Standing]) -> Iterator[Wait]:
     """Yield length by length the first implementation whose kernels and whole call were both timed on a device."""
+
+    def is_on_device(record: Ok) -> bool:
+        environment = record.environment
+        return environment is not None and environment.device != "cpu" and call_time(record) is not None
+
     for n, standing in standings.items():
-        record = _first(standing, lambda one: _on_device(one) and call_time(one) is not None)
+        record = _first(standing, is_on_device)
         if record is not None and (call := call_time(record)) is not None:
             yield Wait(n, record, call)
-
-
-def _on_device(record: Ok) -> bool:
-    return record.environment is not None and record.environment.device != "cpu"
 
 
 def _time(ns: float) -> str:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from attnbench.policy.shapes import mask_kind
-from attnbench.results.records import ANCHOR, device_of, framework_of, label
+from attnbench.results.records import device_of, framework_of, is_anchor, label
 from attnbench.spec import Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
@@ -118,7 +118,7 @@ def tracks(records: Iterable[Record]) -> Tracks:
     """Return every track of the records, without the anchors; of several records of one cell the last."""
     cells: dict[tuple[Family, str], Record] = {}
     for record in records:
-        if not record.implementation.startswith(ANCHOR):
+        if not is_anchor(record):
             cells[family_of(record), record.cell.id] = record
     families: dict[Family, list[Record]] = {}
     for (family, _), record in cells.items():

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.results.advice import Figure, Recommendation, listed, rounded
+from attnbench.results.advice import Figure, Recommendation, advise_family, listed, rounded
 from attnbench.results.families import Track, length
 from attnbench.results.records import is_timed
 from attnbench.spec import Ok, OutOfMemory, Record
@@ -32,7 +32,7 @@ Model = Callable[[int], float]
 """Length -> bytes."""
 
 
-class Point(Struct, frozen=True, kw_only=True):
+class MeasuredLength(Struct, frozen=True, kw_only=True):
     """A measured value at one length."""
 
     length: int
@@ -97,7 +97,7 @@ class Limit(Struct, frozen=True, kw_only=True):
     """Shortest length that ran out of memory."""
 
 
-def exponent(points: Sequence[Point]) -> Fit | None:
+def exponent(points: Sequence[MeasuredLength]) -> Fit | None:
     """Fit ln(value) against ln(length); return None for fewer than three lengths unless two are far apart.
 
     The interval combines the spread of each point with the distance of the points from a straight line.
@@ -112,7 +112,7 @@ def exponent(points: Sequence[Point]) -> Fit | None:
     return Fit(overall=overall, local=local, lengths=tuple(lengths))
 
 
-def time_points(records: Iterable[Record]) -> list[Point]:
+def time_points(records: Iterable[Record]) -> list[MeasuredLength]:
     """Return the medians of timed records, with their FLOPs as theory."""
     points = []
     for record in records:
@@ -121,14 +121,14 @@ def time_points(records: Iterable[Record]) -> list[Point]:
             if time.ci95_ns is not None:
                 spread = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / NORMAL / time.median_ns
             n = length(record.workload)
-            points.append(Point(length=n, value=time.median_ns, spread=spread, theory=record.cost.flops))
+            points.append(MeasuredLength(length=n, value=time.median_ns, spread=spread, theory=record.cost.flops))
     return points
 
 
-def memory_points(records: Iterable[Record]) -> list[Point]:
+def memory_points(records: Iterable[Record]) -> list[MeasuredLength]:
     """Return the peaks that were measured, with the bytes that must be stored as theory."""
     return [
-        Point(length=length(r.workload), value=r.memory.peak_bytes, theory=r.memory.theory_bytes or None)
+        MeasuredLength(length=length(r.workload), value=r.memory.peak_bytes, theory=r.memory.theory_bytes or None)
         for r in records
         if isinstance(r, Ok) and r.memory.peak_bytes
     ]
@@ -181,11 +181,11 @@ def fits_until(records: Sequence[Record], memory_bytes: int | None = None) -> Li
     failed = [n for r in records if isinstance(r, OutOfMemory) and (n := length(r.workload)) > longest]
     ceiling = min(failed, default=FARTHEST)
     low, high = (min(max(rounded(edge(answers)), longest), ceiling) for edge in (min, max))
-    found = min(max(rounded(answers[0]), low), high)
-    if found > REACH * longest:
+    estimate = min(max(rounded(answers[0]), low), high)
+    if estimate > REACH * longest:
         return None
     return Limit(
-        length=found,
+        length=estimate,
         low=low,
         high=high,
         memory_bytes=budget,
@@ -196,27 +196,24 @@ def fits_until(records: Sequence[Record], memory_bytes: int | None = None) -> Li
 
 def fitting_of(track: Track, names: Mapping[str, Sequence[Record]]) -> Recommendation | None:
     """Return which implementations of a track run out of the device's memory and at which length; None if none does."""
-    told, figures, seen = [], [], []
+    parts, figures, ids = [], [], []
     grows, said = False, set[str]()
     for name, records in names.items():
-        limit = _limit_words(name, records, said)
-        grows |= limit is not None
-        found = limit or _out_of_memory_words(name, records)
-        if found is not None:
-            told.append(found[0])
-            figures += found[1]
-            seen += [record.workload.id for record in records]
-    if not told:
+        failed = [length(record.workload) for record in records if isinstance(record, OutOfMemory)]
+        if (limit := _limit_words(name, records, said)) is not None:
+            grows = True
+            parts.append(limit[0])
+            figures += limit[1]
+        elif failed:
+            parts.append(f"{name} ran out of memory at {min(failed):,} tokens")
+            figures.append(Figure(name=f"{name} ran out of memory at", value=min(failed), unit="tokens"))
+        else:
+            continue
+        ids += [record.workload.id for record in records]
+    if not parts:
         return None
-    family = track.family
-    return Recommendation(
-        kind="memory",
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}, {track.title}: {listed(told)}{INSTEAD if grows else ''}.",
-        workloads=tuple(dict.fromkeys(seen)),
-        figures=tuple(figures),
-    )
+    text = f", {track.title}: {listed(parts)}{INSTEAD if grows else ''}"
+    return advise_family("memory", track.family, text, ids, figures)
 
 
 def _limit_words(name: str, records: Sequence[Record], said: set[str]) -> tuple[str, list[Figure]] | None:
@@ -232,23 +229,13 @@ def _limit_words(name: str, records: Sequence[Record], said: set[str]) -> tuple[
         memory = f"the {memory} that JAX's allocator may take of the device"
     stops, peak = ("", "") if memory in said else (f" stops fitting {memory}", "peak memory ")
     said.add(memory)
-    told = f"{name}{stops} at about {limit.length:,} tokens ({span}{peak}~ n^{fit.local.exponent:.2f})"
+    text = f"{name}{stops} at about {limit.length:,} tokens ({span}{peak}~ n^{fit.local.exponent:.2f})"
     if limit.out_of_memory_at is not None:
-        told += f", and ran out at {limit.out_of_memory_at:,}"
+        text += f", and ran out at {limit.out_of_memory_at:,}"
     edges = {"low": float(limit.low), "high": float(limit.high)} if limit.high > limit.low else {}
-    return told, [
+    return text, [
         Figure(name=f"{name} fits until", value=limit.length, unit="tokens", **edges),
         Figure(name=f"exponent of {name}'s peak memory", value=fit.local.exponent),
-    ]
-
-
-def _out_of_memory_words(name: str, records: Sequence[Record]) -> tuple[str, list[Figure]] | None:
-    """Return words and figure of the shortest length that ran out of memory; None if none did."""
-    failed = [length(record.workload) for record in records if isinstance(record, OutOfMemory)]
-    if not failed:
-        return None
-    return f"{name} ran out of memory at {min(failed):,} tokens", [
-        Figure(name=f"{name} ran out of memory at", value=min(failed), unit="tokens")
     ]
 
 
@@ -260,21 +247,21 @@ def _inputs(records: Sequence[Ok]) -> Model:
     return lambda x: a + (b - a) * (x - n) / (m - n)
 
 
-def _polynomial(points: Sequence[Point]) -> Model:
+def _polynomial(points: Sequence[MeasuredLength]) -> Model:
     """Return a * n + b * n ** 2 with neither a nor b below 0, by least squares of relative errors."""
     n = np.array([point.length for point in points], float)
     columns = np.stack([n, n**2], axis=1) / np.array([point.value for point in points])[:, None]
-    found = np.linalg.lstsq(columns, np.ones(len(n)), rcond=None)[0]
+    factors = np.linalg.lstsq(columns, np.ones(len(n)), rcond=None)[0]
     for index in (0, 1):
-        if found[index] < 0:
+        if factors[index] < 0:
             other = columns[:, 1 - index]
-            found = np.zeros(2)
-            found[1 - index] = other.sum() / (other @ other)
-    linear, square = (float(one) for one in found)
+            factors = np.zeros(2)
+            factors[1 - index] = other.sum() / (other @ other)
+    linear, square = (float(one) for one in factors)
     return lambda x: linear * x + square * x * x
 
 
-def _power(points: Sequence[Point]) -> Model:
+def _power(points: Sequence[MeasuredLength]) -> Model:
     """Return the power law through the two longest lengths."""
     by_length = {point.length: point.value for point in points}
     (n, a), (m, b) = sorted(by_length.items())[-2:]
@@ -282,7 +269,7 @@ def _power(points: Sequence[Point]) -> Model:
     return lambda x: float(b * (x / m) ** slope)
 
 
-def _slope(points: Sequence[Point]) -> Slope:
+def _slope(points: Sequence[MeasuredLength]) -> Slope:
     from scipy.special import stdtrit
 
     x = np.log([point.length for point in points])

@@ -12,8 +12,8 @@ from math import exp, log
 
 from msgspec import structs
 
-from attnbench.measuring.rates import told_host_limit
-from attnbench.results.advice import Figure, Kind, Pick, Recommendation, listed, ratio_figure, workloads
+from attnbench.measuring.rates import describe_host_limit
+from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure, workloads
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
 from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
 from attnbench.results.growth import fitting_of
@@ -44,20 +44,25 @@ def advise(standings: Standings) -> list[Recommendation]:
     calls are launch-bound or run out of memory."""
     families = compared_families(standings)
     tallies = {family: Tally(members) for family, members in families.items()}
+    across: dict[Family, dict[str, Standing]] = {}  # workloads on which one run decides for several frameworks
+    for key, standing in standings.overall.items():
+        if len({framework_of(record) for record in standing.ranked.values()}) > 1:
+            kind = structs.replace(family_of(standing.compared[0]), framework=OVERALL)
+            across.setdefault(kind, {})[key] = standing
     lines = compared_tracks(families)
     within: dict[Family, Tracks] = {}
     for track, names in lines.items():
         within.setdefault(track.family, {})[track] = names
-    found = [
+    advice = [
         *overall_of(tallies, standings.against),
-        *(winner_of(kind, tally) for kind, tally in _across_frameworks(standings).items()),
+        *(winner_of(kind, Tally(members)) for kind, members in across.items()),
         *(winner_of(family, tally) for family, tally in tallies.items()),
         *(flash_of(family, members, tallies[family]) for family, members in within.items()),
         *(threshold_of(track, names, tallies[track.family]) for track, names in lines.items()),
         *(launch_bound_of(family, members, tallies[family]) for family, members in within.items()),
         *(fitting_of(track, names) for track, names in tracks(standings.records).items()),
     ]
-    return [one for one in found if one is not None]
+    return [one for one in advice if one is not None]
 
 
 def compared_families(standings: Standings) -> dict[Family, dict[str, Standing]]:
@@ -76,16 +81,6 @@ def compared_tracks(families: Mapping[Family, Mapping[str, Standing]]) -> Tracks
     )
 
 
-def _across_frameworks(standings: Standings) -> dict[Family, Tally]:
-    """Return kind of shapes -> its workloads on which one run decides for several frameworks."""
-    found: dict[Family, dict[str, Standing]] = {}
-    for key, standing in standings.overall.items():
-        if len({framework_of(record) for record in standing.ranked.values()}) > 1:
-            kind = structs.replace(family_of(standing.compared[0]), framework=OVERALL)
-            found.setdefault(kind, {})[key] = standing
-    return {kind: Tally(members) for kind, members in found.items()}
-
-
 def winner_of(family: Family, tally: Tally) -> Recommendation | None:
     """Return which one to use for a family, against the next best and the plain one; None if there is no choice."""
     if len(tally.names) < 2:
@@ -99,67 +94,60 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
     gain = None if other in best.same else _over_plain(tally, (other,))
     kind: Kind = "mixed"
     if other in best.same:
-        kind, told = "tie", f"take {best}: nothing else was timed"
+        kind, text = "tie", f"take {best}: nothing else was timed"
     elif verdict.sign > 0:
-        kind, told = "winner", f"use {best}, {_gain(verdict)} as fast as {other}, the next"
+        kind, text = "winner", f"use {best}, {_gain(verdict)} as fast as {other}, the next"
     elif verdict.apart and verdict.never_behind:
         ahead = sum(ratio.sign > 0 for ratio in verdict.each)
-        told = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        text = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
     elif verdict.sign < 0 or verdict.apart:
-        told = f"no one is fastest everywhere, choose by shape: {best} is unbeaten most often"
+        text = f"no one is fastest everywhere, choose by shape: {best} is unbeaten most often"
     else:
-        kind, (told, saving) = "tie", _tie(best.name, str(best), other, verdict.ratio, pairs)
+        kind, (text, saving) = "tie", _tie(best.name, str(best), other, verdict.ratio, pairs)
         figures += saving
     if gain is not None:
         figures += gain[1]
-        told += f"; {best.name} is {gain[0]}"
-    told += _host_words(tally, best.name)
+        text += f"; {best.name} is {gain[0]}"
+    text += _host_words(tally, best.name)
     every, led = len(tally.standings), tally.led(best.names)
     extent = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
     if len(pairs) < every:
         extent += f", both ran on {len(pairs)}"
     elsewhere = "" if other in best.same else _first_elsewhere(tally, best.names)
     equal = other if kind == "tie" and other not in best.same else ""
-    return Recommendation(
-        kind=kind,
-        family=family.title,
-        device=family.device,
-        text=f"{family.title}: {told} ({extent}){elsewhere}.",
-        workloads=tuple(tally.standings),
-        figures=tuple(figures),
-        pick=Pick(
-            name=best.name,
-            same=best.same,
-            equal=equal,
-            mixed=kind == "mixed" and not verdict.never_behind,
-            over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {other}",
-            certain=kind == "tie" or verdict.certain,
-            gain="" if gain is None else gain[0],
-            led=led,
-            of=every,
-        ),
+    pick = Pick(
+        name=best.name,
+        same=best.same,
+        equal=equal,
+        mixed=kind == "mixed" and not verdict.never_behind,
+        over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {other}",
+        certain=kind == "tie" or verdict.certain,
+        gain="" if gain is None else gain[0],
+        led=led,
+        of=every,
     )
+    return advise_family(kind, family, f": {text} ({extent}){elsewhere}", tally.standings, figures, pick)
 
 
 def overall_of(tallies: Mapping[Family, Tally], against: Sequence[str] = ()) -> list[Recommendation]:
     """Return the headline: a sentence for each framework and pass over all of its families, the frameworks in their
-    order; nothing if there is a choice nowhere. `against` names what to compare with."""
+    order; empty if there is no choice at all. `against` names what to compare with."""
     groups: dict[tuple[str, str, str], list[Tally]] = {}
     for family, tally in tallies.items():
         if tally.standings:
             groups.setdefault((family.device, family.framework, family.pass_), []).append(tally)
+
+    def order(key: tuple[str, str, str]) -> tuple[str, int, int]:
+        device, framework, pass_ = key
+        return device, [*FRAMEWORKS, framework].index(framework), [*PASSES, pass_].index(pass_)
+
     merged = {
         key: Tally({name: one for tally in groups[key] for name, one in tally.standings.items()})
-        for key in sorted(groups, key=_order)
+        for key in sorted(groups, key=order)
     }
     if all(len(tally.names) < 2 for tally in merged.values()):
         return []
     return [_headline(key, tally, against) for key, tally in merged.items()]
-
-
-def _order(key: tuple[str, str, str]) -> tuple[str, int, int]:
-    device, framework, pass_ = key
-    return device, [*FRAMEWORKS, framework].index(framework), [*PASSES, pass_].index(pass_)
 
 
 def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -> Recommendation:
@@ -167,26 +155,26 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
     best, every = tally.recommended, len(tally.standings)
     won, led = tally.won(best.names), tally.led(best.names)
     if len(tally.names) == 1:
-        told = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
+        text = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
     elif not won:
-        told = f"{best}: on {_shapes(led, every)} no other is significantly faster"
+        text = f"{best}: on {_shapes(led, every)} no other is significantly faster"
     else:
-        told = f"{best} leads on {_shapes(won, every)}"
-        told += f", and on {led - won} more no other is significantly faster" if led > won else ""
+        text = f"{best} leads on {_shapes(won, every)}"
+        text += f", and on {led - won} more no other is significantly faster" if led > won else ""
     gain = _over_plain(tally, against=against)
     if gain is None and (other := tally.next_best()) is not None:
         gain = _against(tally, other)
     figures = [Figure(name=f"shapes of {every} on which none is significantly faster than {best.name}", value=led)]
     if gain is not None:
         figures += gain[1]
-        told += f", {gain[0]}"
-    told += _host_words(tally, best.name)
+        text += f", {gain[0]}"
+    text += _host_words(tally, best.name)
     title = f"{FRAMEWORKS.get(framework, framework)}, {pass_}"
     return Recommendation(
         kind="overall",
         family=title,
         device=device,
-        text=f"{title}: {told}{_others(tally, best.names)}.",
+        text=f"{title}: {text}{_others(tally, best.names)}.",
         workloads=tuple(tally.standings),
         figures=tuple(figures),
         pick=Pick(name=best.name, same=best.same, gain="" if gain is None else gain[0], led=led, of=every),
@@ -217,26 +205,26 @@ def _over_plain(tally: Tally, but: Sequence[str] = (), against: Sequence[str] = 
 
 
 def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
-    """Return words and figures of the recommended one against another; None if both ran nowhere."""
+    """Return words and figures of the recommended one against another; None if they share no workload."""
     name = tally.recommended.name
     pairs = tally.pairs(name, other)
     if not pairs:
         return None
     verdict = tally.verdict(name, other)
-    told = f"{_gain(verdict)} as fast as {other}"
+    text = f"{_gain(verdict)} as fast as {other}"
     if near := "" if verdict.sign else slightly_apart(verdict.ratio):
-        told = f"{near} from {other}: {format_ratio(verdict.ratio)}"
+        text = f"{near} from {other}: {format_ratio(verdict.ratio)}"
     elif verdict.sign <= 0:
         why = "times vary too much to tell" if vague(verdict.ratio) else format_ratio(verdict.ratio)
-        told = f"not certainly faster than {other}: {why}"
+        text = f"not certainly faster than {other}: {why}"
     where = "" if len(pairs) == len(tally.standings) else f" (both ran on {len(pairs)})"
-    return f"{told}{where}", _rests_on(name, other, pairs, verdict)
+    return f"{text}{where}", _rests_on(name, other, pairs, verdict)
 
 
 def _host_words(tally: Tally, name: str) -> str:
     """Return what must be added if the one recommended waits for its host, so that its kernel time is not its time."""
-    told = told_host_limit(one.ranked[name] for one in tally.standings.values() if name in one.ranked)
-    return f"; {name} is {told}" if told else ""
+    limit = describe_host_limit(one.ranked[name] for one in tally.standings.values() if name in one.ranked)
+    return f"; {name} is {limit}" if limit else ""
 
 
 def _gain(verdict: Verdict) -> str:
@@ -245,47 +233,44 @@ def _gain(verdict: Verdict) -> str:
     return format_ratio(verdict.ratio) if verdict.on_average else format_span(least, most)
 
 
-def _tie(name: str, told_name: str, other: str, ratio: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
+def _tie(name: str, called: str, other: str, ratio: Ratio, pairs: list[tuple[Ok, Ok]]) -> tuple[str, list[Figure]]:
     """Return words and figures of two that are as fast: take the implementation with less memory."""
-    told = f"no significant difference between {told_name} and {other} ({format_ratio(ratio)})"
+    text = f"no significant difference between {called} and {other} ({format_ratio(ratio)})"
     if near := slightly_apart(ratio):
-        told = f"{told_name} and {other} are {near} ({format_ratio(ratio)})"
+        text = f"{called} and {other} are {near} ({format_ratio(ratio)})"
     elif vague(ratio):
-        told = f"{told_name} and {other} cannot be told apart, their times vary too much"
+        text = f"{called} and {other} cannot be told apart, their times vary too much"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]
     if not known:
-        return f"{told}: take either", []
+        return f"{text}: take either", []
     share = exp(sum(log(b / a) for a, b in known) / len(known))
     saving = [Figure(name=f"peak memory of {other} / {name}", value=share, unit="x")]
     if max(share, 1 / share) < LEAST_DIFFERENCE:
-        return f"{told}: take either, they need the same memory", saving
+        return f"{text}: take either, they need the same memory", saving
     less, more = (name, other) if share > 1 else (other, name)
-    return f"{told}: take {less}, which needs less memory ({more} {max(share, 1 / share):.2f}x as much)", saving
+    return f"{text}: take {less}, which needs less memory ({more} {max(share, 1 / share):.2f}x as much)", saving
 
 
 def _first_elsewhere(tally: Tally, names: Sequence[str]) -> str:
     """Return who is first on the workloads on which none of these names is unbeaten, most often first."""
-    found: dict[str, list[str]] = {}
-    for standing in tally.standings.values():
-        if set(names).isdisjoint(standing.unbeaten) and standing.first is not None:
-            found.setdefault(standing.first, []).append(_place(standing.ranked[standing.first]))
-    told = sorted(found.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
+    places_of: dict[str, list[str]] = {}
+    for name, standing in tally.first_elsewhere(names):
+        places_of.setdefault(name, []).append(_place(standing.ranked[name]))
+    most_often = sorted(places_of.items(), key=lambda item: -len(item[1]))[:MOST_PLACES]
     return "".join(
         f"; {name} is first at {listed(places) if len(places) <= MOST_PLACES else f'{len(places)} of them'}"
-        for name, places in told
+        for name, places in most_often
     )
 
 
 def _others(tally: Tally, names: Sequence[str]) -> str:
     """Return who is first on the workloads on which none of these names is unbeaten, with how many, by kernel."""
-    counts: Counter[str] = Counter()
-    for standing in tally.standings.values():
-        if set(names).isdisjoint(standing.unbeaten) and standing.first is not None:
-            counts[tally.plainest({standing.first, *tally.same_kernel(standing.first)})] += 1
-    told = [f"{name} on {count}" for name, count in counts.most_common(MOST_OTHERS)]
-    left = sum(counts.values()) - sum(count for _, count in counts.most_common(MOST_OTHERS))
-    return f"; first elsewhere: {', '.join([*told, *([f'others on {left}'] if left else [])])}" if told else ""
+    firsts = [name for name, _ in tally.first_elsewhere(names)]
+    counts = Counter(tally.plainest({name, *tally.same_kernel(name)}) for name in firsts)
+    parts = [f"{name} on {count}" for name, count in counts.most_common(MOST_OTHERS)]
+    more = counts.total() - sum(count for _, count in counts.most_common(MOST_OTHERS))
+    return f"; first elsewhere: {', '.join([*parts, *([f'others on {more}'] if more else [])])}" if parts else ""
 
 
 def _place(record: Ok) -> str:

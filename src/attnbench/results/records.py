@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from msgspec import structs
 
-from attnbench.spec import Cell, Environment, Ok, Record
+from attnbench.spec import Cell, Environment, Errors, Ok, Record
 
 ANCHOR = "anchor."
 """Prefix of the kernels that are timed beside a run to tell how fast its machine was; never ranked."""
@@ -52,6 +52,15 @@ def median_ns(record: Ok) -> float:
     """Return the median of a timed record."""
     assert record.time is not None
     return record.time.median_ns
+
+
+def share_of_allowed(errors: Errors | None) -> float | None:
+    """Return the larger of the shares of output and gradients in the error allowed; None if neither was compared."""
+    if errors is None:
+        return None
+    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
+    shares = [error / allowed for error, allowed in pairs if error is not None and allowed]
+    return max(shares, default=None)
 
 
 def same_kernel(a: Ok, b: Ok) -> bool:

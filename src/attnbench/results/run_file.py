@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import math
 import os
 import re
 import secrets
@@ -17,17 +16,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from math import inf, isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
+from attnbench.files import decode_json, read_lines
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside
-from attnbench.reading import decode_json, read_lines
-from attnbench.results.times import impossible_times
 from attnbench.spec import Environment, Ok, Record, Time
 
 SCHEMA = 1
@@ -35,6 +35,9 @@ KERNELS_ONLY = "kernels only"
 """Clock of older records of JAX: device time without copies and fills, for which a call does wait."""
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
+ROUNDING_NS = 0.06
+"""Largest error of rounding: files keep tenths of nanoseconds of a sample."""
+POSITIVE = ("median_ns", "min_ns", "max_ns", "p50_ns", "p95_ns", "p99_ns", "mean_ns")
 
 
 class Header(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="line", tag="header"):
@@ -99,21 +102,18 @@ class Run(Struct, frozen=True):
         That is all but those for which no process could be started, and those whose anchors are lost because the file
         was cut between them.
         """
-        anchored = any(record.implementation in ANCHORS for record in self.records)
-        return frozenset(
-            record.cell.id
-            for record in self.records
-            if not getattr(record, "unstarted", False) and not (anchored and self._lost_anchors(record))
-        )
+        anchors = [record for record in self.records if record.implementation in ANCHORS]
+        failed = {record.workload for record in anchors if record.status != "ok"}
 
-    def _lost_anchors(self, record: Record) -> bool:
-        if record.implementation in ANCHORS or not isinstance(record, Ok) or record.time is None:
-            return False
-        tried = any(
-            one.implementation in ANCHORS and one.status != "ok" and one.workload == record.workload
-            for one in self.records
+        def is_cut(record: Record) -> bool:
+            if not anchors or record.implementation in ANCHORS or not isinstance(record, Ok) or record.time is None:
+                return False
+            beside = {one.implementation for one in anchors_beside(record, self.records)}
+            return record.workload not in failed and beside != set(ANCHORS)
+
+        return frozenset(
+            record.cell.id for record in self.records if not getattr(record, "unstarted", False) and not is_cut(record)
         )
-        return not tried and {one.implementation for one in anchors_beside(record, self.records)} != set(ANCHORS)
 
 
 def new_header(
@@ -181,7 +181,13 @@ class RunWriter:
             if environment is not None and key is not None and key not in self._known:
                 self._known.add(key)
                 lines.append(EnvironmentLine(key, environment.fingerprint, environment))
-            lines.append(RecordLine(_finite(msgspec.structs.replace(record, environment=None)), key))
+            stored = msgspec.structs.replace(record, environment=None)
+            if record.errors is not None:  # JSON has neither NaN nor infinity: the largest float replaces both
+                values = msgspec.structs.asdict(record.errors)
+                odd = [name for name, value in values.items() if isinstance(value, float) and not isfinite(value)]
+                errors = msgspec.structs.replace(record.errors, **dict.fromkeys(odd, sys.float_info.max))
+                stored = msgspec.structs.replace(stored, errors=errors)
+            lines.append(RecordLine(stored, key))
         self._append(lines)
 
     def close(self) -> None:
@@ -235,17 +241,13 @@ def read_run(path: Path) -> Run:
             environments[line.key] = line.environment
         else:
             record = _rejoin(path, number, line, environments)
-            key = record.cell.id, _anchor_sitting(record)
+            sitting = ""
+            if record.implementation in ANCHORS and isinstance(record, Ok) and record.time is not None:
+                sitting = record.time.sitting  # each sitting of a resumed run has anchors of its own
+            key = record.cell.id, sitting
             records.pop(key, None)
             records[key] = record
     return Run(header, environments, tuple(records.values()), warnings, tuple(added))
-
-
-def _anchor_sitting(record: Record) -> str:
-    """Return when a timed anchor was measured: each sitting of a resumed run has anchors of its own."""
-    if record.implementation in ANCHORS and isinstance(record, Ok) and record.time is not None:
-        return record.time.sitting
-    return ""
 
 
 def repair(path: Path) -> str | None:
@@ -281,7 +283,7 @@ def _lock(path: Path, file: BinaryIO) -> None:
             ("this process", "close it first") if pid == os.getpid() else (f"pid {pid}", f"`kill {pid}` if it hangs")
         )
         if pid is None:
-            who, stop = "a process that cannot be seen from here", "end it there"
+            who, stop = "a process that is not visible from here", "end it there"
         raise UsageError(f"{path} is being written by another attnbench ({who}): wait for it, or {stop}.") from error
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -291,24 +293,14 @@ def _pid_of_writer(path: Path) -> int | None:
     """Return a process that has the file open for writing, another one rather than this; None if none can be seen."""
     import psutil
 
-    real, found = str(path.resolve()), None
+    real, pid = str(path.resolve()), None
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             files = [one for one in process.open_files() if one.path == real]
             if process.pid != os.getpid() and files:
                 return process.pid
-            found = process.pid if len(files) > 1 else found
-    return found
-
-
-def _finite(record: Record) -> Record:
-    """Return the record with errors that JSON can hold: NaN and infinity become the largest float."""
-    errors = record.errors
-    if errors is None:
-        return record
-    values = {name: getattr(errors, name) for name in errors.__struct_fields__}
-    odd = {name: sys.float_info.max for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return msgspec.structs.replace(record, errors=msgspec.structs.replace(errors, **odd)) if odd else record
+            pid = process.pid if len(files) > 1 else pid
+    return pid
 
 
 def _split(path: Path) -> tuple[list[bytes], bytes]:
@@ -318,33 +310,28 @@ def _split(path: Path) -> tuple[list[bytes], bytes]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     # One line alone is the header: a file without a readable header is no run file, torn or not.
-    if len(lines) > 1 and not _is_json(lines[-1]):
-        return lines[:-1], lines[-1]
+    if len(lines) > 1:
+        try:
+            decode_json(lines[-1])
+        except msgspec.DecodeError:
+            return lines[:-1], lines[-1]
     return lines, b""
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        decode_json(text)
-    except msgspec.DecodeError:
-        return False
-    return True
 
 
 def _read_header(path: Path, text: bytes) -> Header:
     why = "not an attnbench run file: its first line is not a header."
     try:
-        found = decode_json(text)
+        header = decode_json(text)
     except msgspec.DecodeError as error:
         raise BrokenFile(path, 1, why if text else "the file is empty.") from error
-    if not isinstance(found, dict) or found.get("line") != "header":
+    if not isinstance(header, dict) or header.get("line") != "header":
         raise BrokenFile(path, 1, why)
-    schema = found.get("schema")
+    schema = header.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise BrokenFile(
             path,
             1,
-            f"written by attnbench {found.get('attnbench', '?')} (schema {schema}; this one reads {SCHEMA}): upgrade.",
+            f"written by attnbench {header.get('attnbench', '?')} (schema {schema}; this one reads {SCHEMA}): upgrade.",
         )
     line = _decode(path, 1, text)
     assert isinstance(line, Header)
@@ -365,7 +352,7 @@ def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str
     if line.environment is None:
         return line.record
     if line.environment not in environments:
-        raise BrokenFile(path, number, f'its environment "{line.environment}" does not stand above it.')
+        raise BrokenFile(path, number, f'its environment "{line.environment}" is not defined on an earlier line.')
     environment = environments[line.environment]
     return _with_true_clock(msgspec.structs.replace(line.record, environment=environment), environment)
 
@@ -388,8 +375,61 @@ def _with_true_clock(record: Record, environment: Environment) -> Record:
 
 
 def _torn_warning(path: Path, number: int, torn: bytes) -> str:
-    return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is left out."
+    return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is ignored."
 
 
 def _unwritable(path: Path, error: OSError, option: str = "--out") -> UsageError:
     return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with {option}.")
+
+
+def impossible_times(record: Record, trimmed: bool = False) -> str:
+    """Return the first time of a record that no clock can have given, in words; empty if there is none.
+
+    Readers take logarithms, so that impossible times must be refused first.
+    With `trimmed` the samples are the medians of rounds, as a baseline keeps them.
+    """
+    if not isinstance(record, Ok):
+        return ""
+    times = {"time": record.time} | {f"also.{name}": time for name, time in record.also.items()}
+    for name, time in times.items():
+        problem = "" if time is None else _problem(time) or _not_of_samples(time, trimmed)
+        if problem:
+            return f"{name}.{problem} in the record of {record.cell.id}"
+    return ""
+
+
+def _problem(time: Time) -> str:
+    if not time.samples_ns:
+        return "samples_ns is empty"
+    for name, value in [("samples_ns", one) for one in time.samples_ns] + [(n, getattr(time, n)) for n in POSITIVE]:
+        if not (isfinite(value) and value > 0):
+            return f"{name} holds {value:g}, which is not a positive number of nanoseconds"
+    if not (isfinite(time.std_ns) and time.std_ns >= 0):
+        return f"std_ns is {time.std_ns:g}, which is not a spread"
+    if not time.min_ns <= time.median_ns <= time.max_ns:
+        return f"median_ns {time.median_ns:g} is not between min_ns {time.min_ns:g} and max_ns {time.max_ns:g}"
+    if time.ci95_ns is not None and not time.ci95_ns[0] <= time.median_ns <= time.ci95_ns[1]:
+        return f"ci95_ns does not hold median_ns {time.median_ns:g}"
+    if time.calls_per_sample < 1:
+        return f"calls_per_sample is {time.calls_per_sample}"
+    if time.rounds and (min(time.rounds) < 0 or sum(time.rounds) != len(time.samples_ns)):
+        return f"rounds has {sum(time.rounds)} samples, but samples_ns {len(time.samples_ns)}"
+    return ""
+
+
+def _not_of_samples(time: Time, trimmed: bool) -> str:
+    """Return which summary does not fit the samples; rankings read the summaries, intervals the samples."""
+    least, most = min(time.samples_ns), max(time.samples_ns)
+    if trimmed:
+        # The median of all samples lies between the medians of the rounds.
+        bounds = {"median_ns": (least, most), "min_ns": (0.0, least), "max_ns": (most, inf)}
+    else:
+        middle = median(time.samples_ns)
+        exact = {"median_ns": middle, "p50_ns": middle, "min_ns": least, "max_ns": most}
+        bounds = {name: (value, value) for name, value in exact.items()}
+    for name, (low, high) in bounds.items():
+        value = getattr(time, name)
+        slack = ROUNDING_NS + 1e-6 * value
+        if not low - slack <= value <= high + slack:
+            return f"{name} {value:g} is not that of samples_ns"
+    return ""

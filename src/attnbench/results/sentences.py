@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.measuring.rates import HOST_LIMITED, notes_of, told_host_limit
+from attnbench.measuring.rates import HOST_LIMITED, describe_host_limit, notes_of
 from attnbench.printable import shortened
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
 from attnbench.results.records import (
@@ -93,6 +93,12 @@ def counted(count: int, noun: str) -> str:
 def all_of(count: int, noun: str) -> str:
     """Return a whole number of things in words: the one shape, both shapes, all 3 shapes."""
     return f"the one {noun}" if count == 1 else f"both {noun}s" if count == 2 else f"all {counted(count, noun)}"
+
+
+def capped(parts: Sequence[str], most: int, more: str = "and {} more") -> list[str]:
+    """Return the first parts, then one that says how many more there are."""
+    left = len(parts) - most
+    return list(parts) if left <= 0 else [*parts[:most], more.format(left)]
 
 
 def category(ratio: Ratio) -> Category:
@@ -202,7 +208,7 @@ def _verdict(tally: Tally, base: str | None, focus: Sequence[str]) -> str:
         if name in tally.names and name not in (*best.names, base):
             tail += f". {_comparison(tally, name, best.name)}"
     mine = (one.ranked[best.name] for one in tally.standings.values() if best.name in one.ranked)
-    if host := told_host_limit(mine):
+    if host := describe_host_limit(mine):
         tail += f". {best.name} is {host}"
     other = tally.next_best() if base is None or base in best.names else base
     if tally.won(best.names):
@@ -225,11 +231,13 @@ def _not_compared(standings: Iterable[Standing]) -> list[str]:
     """Return one sentence for each reason, naming the implementations that were ranked nowhere."""
     rows = [row for standing in standings for row in standing.rows]
     ranked = {row.implementation for row in rows if row.rank is not None}
-    told: dict[str, dict[str, None]] = {}
+    names_by_reason: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.reason.startswith(NOT_COMPARED) and row.implementation not in ranked:
-            told.setdefault(row.reason, {})[row.implementation] = None
-    return [f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {why}." for why, names in told.items()]
+            names_by_reason.setdefault(row.reason, {})[row.implementation] = None
+    return [
+        f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {why}." for why, names in names_by_reason.items()
+    ]
 
 
 def _comparison(tally: Tally, name: str, other: str | None, called: str = "") -> str:
@@ -240,7 +248,7 @@ def _comparison(tally: Tally, name: str, other: str | None, called: str = "") ->
         return f"{called} is the only one that was ranked, over {counted(every, 'shape')}"
     shared = len(tally.pairs(name, other))
     if not shared:
-        return f"{called} was never measured where {other} was"
+        return f"{called} and {other} were not measured on any common shape"
     verdict = tally.verdict(name, other)
     ratio, (least, most) = verdict.ratio, verdict.span
     shapes = f"{'' if shared == every else f'{shared} of '}{counted(every, 'shape')}"
@@ -250,10 +258,10 @@ def _comparison(tally: Tally, name: str, other: str | None, called: str = "") ->
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
         return f"{called} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:
-        told = format_ratio(ratio.inverse) if verdict.on_average else format_span(1 / most, 1 / least)
-        return f"{called} is {told} slower than {other} over {shapes}"
-    told = format_ratio(ratio) if verdict.on_average else format_span(least, most)
-    return f"{called} is {told} faster than {other} over {shapes}"
+        ratio_text = format_ratio(ratio.inverse) if verdict.on_average else format_span(1 / most, 1 / least)
+        return f"{called} is {ratio_text} slower than {other} over {shapes}"
+    ratio_text = format_ratio(ratio) if verdict.on_average else format_span(least, most)
+    return f"{called} is {ratio_text} faster than {other} over {shapes}"
 
 
 def _nothing_timed(records: Sequence[Record]) -> str:
@@ -261,8 +269,8 @@ def _nothing_timed(records: Sequence[Record]) -> str:
     if verified:
         return f"{counted(verified, 'cell')} verified, none was timed."
     counts = Counter(r.status.replace("_", " ") for r in records)
-    told = ", ".join(f"{n} {status}" for status, n in counts.most_common())
-    return f"Nothing could be measured ({told or 'no cells'})."
+    statuses = ", ".join(f"{n} {status}" for status, n in counts.most_common())
+    return f"Nothing could be measured ({statuses or 'no cells'})."
 
 
 def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -274,11 +282,11 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
             wrong.setdefault(record.implementation, []).append(record)
     right = {record.implementation for record in records if isinstance(record, Ok)}
     before, after = [], []
-    for name, found in wrong.items():
-        shapes = counted(len(found), "shape")
-        where = f" on {shapes}" if name in right else "" if len(found) == 1 else f" (wrong on {shapes})"
+    for name, failures in wrong.items():
+        shapes = counted(len(failures), "shape")
+        where = f" on {shapes}" if name in right else "" if len(failures) == 1 else f" (wrong on {shapes})"
         told = after if name in right and name not in focus else before
-        told.append(f"{name} is not ranked{where}: {shortened(found[0].reason).rstrip('.')}.")
+        told.append(f"{name} is not ranked{where}: {shortened(failures[0].reason).rstrip('.')}.")
     return before, after
 
 
@@ -286,11 +294,11 @@ def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str
     """Return one sentence per implementation of `focus` that crashed, hung or ran out of memory everywhere."""
     sentences = []
     for name in focus:
-        mine = [record for record in records if record.implementation == name]
-        lost = [record for record in mine if not isinstance(record, Ok | Incorrect)]
-        if lost and len(lost) == len(mine):
-            told = lost[0].status.replace("_", " ")
-            sentences.append(f"{name} is not ranked: {told}: {shortened(lost[0].reason).rstrip('.')}.")
+        own = [record for record in records if record.implementation == name]
+        lost = [record for record in own if not isinstance(record, Ok | Incorrect)]
+        if lost and len(lost) == len(own):
+            status = lost[0].status.replace("_", " ")
+            sentences.append(f"{name} is not ranked: {status}: {shortened(lost[0].reason).rstrip('.')}.")
     return sentences
 
 
@@ -320,14 +328,16 @@ def name_wrong(records: Iterable[Record]) -> str:
     return ", ".join(f"{name} ({counted(n, 'shape')})" for name, n in counts.most_common())
 
 
-def tell_not_run(records: Sequence[Record]) -> str:
+def describe_not_run(records: Sequence[Record]) -> str:
     """Return how many cells have no result for another reason than a wrong result, and the most frequent reasons."""
     lost = [record for record in records if not isinstance(record, Ok | Incorrect)]
     if not lost:
         return ""
     states = ("" if record.status == "unsupported" else f"{record.status.replace('_', ' ')}: " for record in lost)
-    told = (shorten(f"{state}{record.reason}", LONGEST_REASON, placeholder=" …") for state, record in zip(states, lost))
-    shown = Counter(reason.rstrip(".") for reason in told).most_common(MOST_REASONS)
+    reasons = (
+        shorten(f"{state}{record.reason}", LONGEST_REASON, placeholder=" …") for state, record in zip(states, lost)
+    )
+    shown = Counter(reason.rstrip(".") for reason in reasons).most_common(MOST_REASONS)
     left = len(lost) - sum(n for _, n in shown)
     parts = [*(f"{reason} ({n})" for reason, n in shown), *([f"other reasons ({left})"] if left else [])]
     return f"{len(lost):,} of {counted(len(records), 'cell')} did not run: {'; '.join(parts)}"

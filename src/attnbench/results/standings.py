@@ -194,7 +194,10 @@ def standing_of(records: Iterable[Record], base: str | None = None) -> Standing:
     left: list[Row] = []
     for record in shown:
         if not is_timed(record):
-            left.append(Row(implementation=label(record), record=record, reason=_why_no_time(record)))
+            reason = record.reason or ""
+            if isinstance(record, Ok):
+                reason = next((note for note in record.notes if note.startswith(NOT_TIMED)), NOT_TIMED)
+            left.append(Row(implementation=label(record), record=record, reason=reason))
         elif clock_of(record) != clock:
             reason = f"{OTHER_CLOCK} ({clock_of(record)}; the others by {clock}): not compared"
             rows.append(Row(implementation=label(record), record=record, reason=reason))
@@ -204,12 +207,6 @@ def standing_of(records: Iterable[Record], base: str | None = None) -> Standing:
         elif not is_one_machine(record, timed[0]):
             rows.append(Row(implementation=label(record), record=record, reason=f"{OTHER_MACHINE}: not compared"))
     return Standing([*rows, *left], ratios)
-
-
-def _why_no_time(record: Record) -> str:
-    if not isinstance(record, Ok):
-        return record.reason
-    return next((note for note in record.notes if note.startswith(NOT_TIMED)), NOT_TIMED)
 
 
 def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str, Any]]]:
@@ -307,34 +304,36 @@ class Standings:
             steps.setdefault(record.workload.step, []).append(record)
         self.baselines = {step: labelled(baseline(members, against), members) for step, members in steps.items()}
         """Step -> name of what speed-ups of its workloads are against."""
-        self.by_run = [
-            {key: standing_of(map(condensed, _last(group)), self.baselines[group[0].workload.step])
-             for key, group in by_workload(run).items()}
-            for run in self.runs
-        ]  # fmt: skip
-        """Run by run, workload id -> its standing."""
+        self.by_run: list[dict[str, Standing]] = []
+        """Run by run, workload id -> its standing, by the last record of each cell on each device."""
+        for run in self.runs:
+            self.by_run.append({})
+            for key, group in by_workload(run).items():
+                last = {(device_of(record), record.cell.id): record for record in group}
+                base = self.baselines[group[0].workload.step]
+                self.by_run[-1][key] = standing_of(map(condensed, last.values()), base)
 
     @cached_property
     def _decided(self) -> dict[str, dict[str, tuple[int, Standing]]]:
         """Workload id -> framework -> number and standing of the run that decides."""
-        found: dict[str, dict[str, tuple[int, Standing]]] = {}
+        decided: dict[str, dict[str, tuple[int, Standing]]] = {}
         for number, run in enumerate(self.by_run):
             for key, whole in run.items():
-                homes = found.setdefault(key, {})
+                homes = decided.setdefault(key, {})
                 for name in dict.fromkeys(framework_of(row.record) for row in whole.rows):
                     one = whole.only(lambda record, name=name: framework_of(record) == name)
                     if one.ranked and (name not in homes or supersedes(one, homes[name][1])):
                         homes[name] = number, one
-        return found
+        return decided
 
     @cached_property
     def frameworks(self) -> dict[str, dict[str, Standing]]:
         """Framework -> workload id -> standing of its implementations, by the run that decides for it."""
-        found: dict[str, dict[str, Standing]] = {}
+        standings: dict[str, dict[str, Standing]] = {}
         for key, homes in self._decided.items():
             for name, (_, standing) in homes.items():
-                found.setdefault(name, {})[key] = standing
-        return found
+                standings.setdefault(name, {})[key] = standing
+        return standings
 
     @cached_property
     def _overall(self) -> dict[str, tuple[int, Standing]]:
@@ -417,11 +416,6 @@ class Standings:
     def newest(self) -> list[Record]:
         """The newest record of each cell, whichever run decides."""
         return list({record.cell.id: record for run in self.runs for record in run}.values())
-
-
-def _last(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each cell on each device."""
-    return list({(device_of(record), record.cell.id): record for record in records}.values())
 
 
 def _is_near(standing: Standing, first: Row, home: Standing, row: Row) -> bool:

@@ -132,6 +132,11 @@ class Tally:
         """Return on how many workloads these alone are unbeaten: significantly faster than all others."""
         return sum(set(names).issuperset(one.unbeaten) for one in self.standings.values())
 
+    def first_elsewhere(self, names: Iterable[str]) -> list[tuple[str, Standing]]:
+        """Return the first name and the standing of every workload on which none of these is unbeaten."""
+        chosen, standings = set(names), self.standings.values()
+        return [(one.first, one) for one in standings if one.first is not None and chosen.isdisjoint(one.unbeaten)]
+
     def pairs(self, a: str, b: str) -> list[tuple[Ok, Ok]]:
         """Return the records of both on every workload that has them."""
         return [(one.ranked[a], one.ranked[b]) for one in self._with(a, b)]

@@ -13,8 +13,7 @@ import psutil
 from msgspec import Struct
 
 from attnbench.frameworks import Framework
-from attnbench.measuring.block import nvml_handle
-from attnbench.measuring.sampling import ESTIMATOR
+from attnbench.measuring.sampling import ESTIMATOR, nvml_handle
 from attnbench.processes import mapped_files
 from attnbench.spec import DIRTY, Environment, Library
 
@@ -62,23 +61,24 @@ def describe(framework: Framework, device: str, folder: Path | None = None) -> E
     The commit is that of `folder`, the folder of the measured code if known; else that of the working folder.
     """
     light = framework.environment(device)
+    clocks = {"load": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
+    if device == "cpu" and hasattr(psutil, "cpu_freq") and (frequency := psutil.cpu_freq()):
+        clocks["cpu_mhz"] = frequency.current
+    elif device == "cuda":
+        clocks |= _nvidia_facts()
     return msgspec.structs.replace(
         light,
-        libraries=loaded_libraries(),
+        libraries=tuple(_library(path) for path in mapped_files() if LIBRARIES.search(path)),
         variables={name: value for name, value in os.environ.items() if VARIABLES.match(name)},
-        clocks=_soft_facts(device),
+        clocks=clocks,
         driver=light.driver or _driver(device),
         harness=f"{version('attnbench')} (estimator {ESTIMATOR})",
         commit=commit_of(folder),
     )
 
 
-def loaded_libraries() -> tuple[Library, ...]:
-    """Return the shared libraries of interest in this process, with other copies that the loader could have found."""
-    return tuple(_library(path) for path in mapped_files() if LIBRARIES.search(path))
-
-
 def _library(path: str) -> Library:
+    """Return a loaded library, with other copies of it that the loader could have found."""
     name = Path(path).name
     stem = name.partition(".so")[0]
     others = {
@@ -88,23 +88,13 @@ def _library(path: str) -> Library:
         for other in Path(folder).glob(f"{stem}.so*")
     }
     real = str(Path(path).resolve())
-    found = re.search(r"\.so\.([\d.]+)$", real)
-    return Library(name, found.group(1) if found else "", without_home(real), tuple(sorted(others - {real})))
+    number = re.search(r"\.so\.([\d.]+)$", real)
+    return Library(name, number.group(1) if number else "", without_home(real), tuple(sorted(others - {real})))
 
 
 def without_home(text: str) -> str:
     """Return a text whose paths begin at the environment's or the package's folder, without folders of the user."""
     return re.sub(r"(?:/[^\s/\"':;,]+)+/(?=site-packages/|attnbench/)", "", text)
-
-
-def _soft_facts(device: str) -> dict[str, float]:
-    facts = {"load": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
-    if device == "cpu":
-        frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
-        return facts | ({"cpu_mhz": frequency.current} if frequency else {})
-    if device == "cuda":
-        facts |= _nvidia_facts()
-    return facts
 
 
 def _nvidia_facts() -> dict[str, float]:

@@ -69,8 +69,12 @@ def root(folder: Path = HERE) -> Path:
             f"{where} belongs to another user: allow it with `git config --global --add safe.directory {where}`."
         )
     if "work tree" in why:
-        raise UsageError(f"{where} has no working tree (a bare repository, or its inside): go to a clone of it.")
-    raise UsageError(f"{where} is in no git repository: go to one; refs are looked up where the command runs.")
+        raise UsageError(
+            f"{where} has no working tree (it is a bare repository or a .git folder): run this in a clone of it."
+        )
+    raise UsageError(
+        f"{where} is not in a git repository: run this in one, since refs are looked up in the current folder."
+    )
 
 
 def resolve(ref: str, folder: Path = HERE) -> str:
@@ -79,7 +83,14 @@ def resolve(ref: str, folder: Path = HERE) -> str:
     if done is not None and done.returncode == 0:
         return done.stdout.strip()
     root(folder)
-    raise _unknown_ref(ref, folder)
+    if not head(folder):
+        raise UsageError(f'no git ref called "{ref}": this repository has no commit yet.')
+    if is_shallow(folder):
+        raise UsageError(f'no git ref called "{ref}" here: {UNSHALLOW}.')
+    names = answer(folder, "for-each-ref", "--format=%(refname:short)").splitlines()
+    if remote := next((name for name in names if name.endswith(f"/{ref}")), None):
+        raise UsageError(f'no git ref called "{ref}", but there is {remote}: use that name.')
+    raise UnknownName("git ref", ref, names, "git branch --all")
 
 
 def is_ref(ref: str, folder: Path = HERE) -> bool:
@@ -93,17 +104,6 @@ def is_ref(ref: str, folder: Path = HERE) -> bool:
 def head(folder: Path = HERE) -> str:
     """Return the commit that is checked out; empty before the first commit."""
     return ask(folder, "rev-parse", "--verify", "--quiet", "HEAD").stdout.strip()
-
-
-def _unknown_ref(ref: str, folder: Path) -> UsageError:
-    if not head(folder):
-        return UsageError(f'no git ref called "{ref}": this repository has no commit yet.')
-    if is_shallow(folder):
-        return UsageError(f'no git ref called "{ref}" here: {UNSHALLOW}.')
-    names = answer(folder, "for-each-ref", "--format=%(refname:short)").splitlines()
-    if remote := next((name for name in names if name.endswith(f"/{ref}")), None):
-        return UsageError(f'no git ref called "{ref}", but there is {remote}: name that one.')
-    return UnknownName("git ref", ref, names, "git branch --all")
 
 
 def is_shallow(folder: Path = HERE) -> bool:
@@ -120,16 +120,11 @@ def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
     """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could
     import."""
     kind = "all" if untracked else "no"
-    found = ask(folder, "status", "--porcelain", "-z", "--no-renames", f"--untracked-files={kind}")
-    if found.returncode:
-        raise UsageError(f"`git status` failed in {folder}: {last_line(found)}.")
-    names = [entry[3:] for entry in found.stdout.split("\0") if entry]
+    status = ask(folder, "status", "--porcelain", "-z", "--no-renames", f"--untracked-files={kind}")
+    if status.returncode:
+        raise UsageError(f"`git status` failed in {folder}: {last_line(status)}.")
+    names = [entry[3:] for entry in status.stdout.split("\0") if entry]
     return [name for name in names if "__pycache__" not in Path(name).parts]
-
-
-def is_dirty(folder: Path = HERE) -> bool:
-    """Return whether the working tree differs from HEAD."""
-    return bool(changes(folder))
 
 
 def merge_base(a: str, b: str, folder: Path = HERE) -> str:

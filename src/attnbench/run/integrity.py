@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -32,7 +32,7 @@ import numpy as np
 
 from attnbench.frameworks import Framework
 from attnbench.frameworks.base import TOOLS, Setting, Untrusted, Watched
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Passes, Workload
+from attnbench.spec import Config, Implementation
 from attnbench.steps import StepImplementation
 from attnbench.verifying.checks import CHECKS
 
@@ -47,7 +47,7 @@ VARIABLES = re.compile(
 LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "RSS", "STACK", "MEMLOCK")
 
 
-class Change(NamedTuple):
+class StateChange(NamedTuple):
     """A difference between two states of a process."""
 
     what: str
@@ -78,28 +78,28 @@ class ProcessState:
         self._entries, self._codes, self._shadows = _functions(framework)
         self._instance = frozenset(vars(framework))
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """Return the differences between the stored state and the state now, settings first."""
-        found: list[Change] = []
+        changes: list[StateChange] = []
         now = _settings(self._framework)
         for name, before in self._settings.items():
             after = now[name]
             if after.value != before.value:
                 what = f"{name} from {_in_words(before.value)} to {_in_words(after.value)}"
-                found.append(Change(what, before.refused, before.remedy.format(after.value), before.set_again))
+                changes.append(StateChange(what, before.refused, before.remedy.format(after.value), before.set_again))
         for namespace, key, value, name, watched in self._entries:
             if namespace.get(key) is not value:
-                found.append(Change(name, watched.refused, harness=watched.harness))
+                changes.append(StateChange(name, watched.refused, harness=watched.harness))
         for name, function, code, defaults in self._codes:
             if function.__code__ is not code or function.__defaults__ is not defaults:
-                found.append(Change(name, refused=True))
+                changes.append(StateChange(name, refused=True))
         for name, kind, known, watched in self._shadows:
             for key in vars(kind).keys() - known:
                 if any(key in vars(base) for base in kind.__mro__[1:]):
-                    found.append(Change(f"{name}.{key}", watched.refused, harness=watched.harness))
+                    changes.append(StateChange(f"{name}.{key}", watched.refused, harness=watched.harness))
         for key in vars(self._framework).keys() - self._instance:
-            found.append(Change(f"attnbench's adapter of {self._framework.name} ({key})", refused=True))
-        return found
+            changes.append(StateChange(f"attnbench's adapter of {self._framework.name} ({key})", refused=True))
+        return changes
 
 
 def _in_words(value: object) -> str:
@@ -111,7 +111,7 @@ def _settings(framework: Framework) -> dict[str, Setting]:
     timers = tuple(kind for kind in TIMERS if signal.getitimer(getattr(signal, kind)) != (0.0, 0.0))
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
     tools = () if monitoring is None else tuple(monitoring.get_tool(tool) for tool in range(TOOLS))
-    found = {
+    settings = {
         "running interval timers": Setting(timers),
         "Python's garbage collection": Setting((gc.isenabled(), gc.get_threshold())),
         "Python's switch interval": Setting(sys.getswitchinterval()),
@@ -123,21 +123,20 @@ def _settings(framework: Framework) -> dict[str, Setting]:
     }
     for name in SIGNALS:
         if (number := getattr(signal, name, None)) is not None:
-            found[f"the handler of {name}"] = Setting(signal.getsignal(number))
+            settings[f"the handler of {name}"] = Setting(signal.getsignal(number))
     for name in LIMITS:
         if (number := getattr(resource, f"RLIMIT_{name}", None)) is not None:
-            found[f"the resource limit {name}"] = Setting(resource.getrlimit(number))
-    found["environment variables"] = Setting(
-        tuple(sorted(one for one in os.environ.items() if VARIABLES.match(one[0])))
-    )
+            settings[f"the resource limit {name}"] = Setting(resource.getrlimit(number))
+    variables = sorted((name, value) for name, value in os.environ.items() if VARIABLES.match(name))
+    settings["environment variables"] = Setting(tuple(variables))
     if hasattr(os, "sched_getaffinity"):
-        remedy = "remove that call and pass --threads, which pins all that are measured alike"
-        found["the CPU affinity"] = Setting(tuple(sorted(os.sched_getaffinity(0))), refused=True, remedy=remedy)
+        remedy = "remove that call and pass --threads, which pins all implementations alike"
+        settings["the CPU affinity"] = Setting(tuple(sorted(os.sched_getaffinity(0))), refused=True, remedy=remedy)
     if hasattr(os, "sched_getscheduler"):
-        found["the scheduling policy"] = Setting(os.sched_getscheduler(0), refused=True)
+        settings["the scheduling policy"] = Setting(os.sched_getscheduler(0), refused=True)
     if hasattr(os, "getpriority"):
-        found["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
-    return found | dict(framework.settings())
+        settings["the nice value"] = Setting(os.getpriority(os.PRIO_PROCESS, 0), refused=True)
+    return settings | dict(framework.settings())
 
 
 def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
@@ -154,13 +153,16 @@ def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]
             if watched.code and isinstance(value, FunctionType):
                 codes.append((f"{name}.{key}", value, value.__code__, value.__defaults__))
 
-    for name, where, watched in (*_ours(framework), *_theirs(), *framework.functions()):
+    # The modules of Python and NumPy that clocks and checks call.
+    python = [(module.__name__, module, Watched()) for module in (time, resource, math, msgspec, msgspec.structs)]
+    kinds = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(np.concatenate))
+    numpy = [(module.__name__, module, Watched(kinds=kinds, harness=False)) for module in (np, np.linalg)]
+    for name, where, watched in (*_ours(framework), *python, *numpy, *framework.functions()):
         watch(name, vars(where), watched)
         if isinstance(where, type):
             shadows.append((name, where, frozenset(vars(where)), watched))
-    plain = {key: value for key, value in vars(builtins).items() if key not in HOOKED_BY_MANY}
-    for key, value in plain.items():
-        if isinstance(value, BuiltinFunctionType):
+    for key, value in vars(builtins).items():
+        if isinstance(value, BuiltinFunctionType) and key not in HOOKED_BY_MANY:
             entries.append(_Entry(vars(builtins), key, value, key, Watched()))
     for check in CHECKS:
         run = check.run
@@ -170,7 +172,7 @@ def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]
 
 def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
     """Yield every loaded module and class of attnbench, and the framework's adapter."""
-    field = type(Change.what)  # of a named tuple
+    field = type(StateChange.what)  # of a named tuple
     kinds = (FunctionType, BuiltinFunctionType, type, property, staticmethod, classmethod, cached_property, field)
     watched = Watched(kinds=(*kinds, type(msgspec.msgpack.Encoder().encode), type(lambda: 0)), code=True)
     for name, module in list(sys.modules.items()):
@@ -182,85 +184,55 @@ def _ours(framework: Framework) -> Iterator[tuple[str, Any, Watched]]:
     yield f"attnbench.frameworks.{framework.name}.FRAMEWORK", type(framework), watched
 
 
-def _theirs() -> Iterator[tuple[str, Any, Watched]]:
-    """Yield the modules of Python and NumPy that clocks and checks call."""
-    for module in (time, resource, math, msgspec, msgspec.structs):
-        yield module.__name__, module, Watched()
-    for module in (np, np.linalg):
-        kinds = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(np.concatenate))
-        yield module.__name__, module, Watched(kinds=kinds, harness=False)
-
-
-DECLARED = (
-    "name", "framework", "layout", "approximate", "declared_error", "declared_recall", "verify_only", "by_name_only",
-    "materialises_scores", "step", "process", "expects", "forbids", "untested", "traceable", "any_kv_len",
-    "lse_gradient", "tunables", "every_config", "compiles_each_plan", "not_deterministic", "switches",
-)  # fmt: skip
+DECLARED = tuple(Implementation.__annotations__)
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def _delegated(method: str) -> Any:
+    def run(self: Frozen, *args: Any) -> Any:
+        return getattr(self._inner, method)(*args)
+
+    return run
 
 
 class Frozen(Implementation):
     """An implementation whose declarations were read once; its work is delegated."""
+
+    available = _delegated("available")
+    supports = _delegated("supports")
+    configs = _delegated("configs")
+    configs_here = _delegated("configs_here")
+    proofs = _delegated("proofs")
+    build = _delegated("build")
+    build_lse = _delegated("build_lse")
+    partial = _delegated("partial")
+    passes = _delegated("passes")
+    quality = _delegated("quality")
 
     def __init__(self, inner: Implementation) -> None:
         self._inner = inner
         for name in DECLARED:
             setattr(self, name, getattr(inner, name))
 
-    def available(self, environment: Environment) -> str | None:
-        return self._inner.available(environment)
-
-    def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return self._inner.supports(workload, environment)
-
-    def configs(self, workload: Workload) -> Sequence[Config]:
-        return self._inner.configs(workload)
-
-    def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
-        return self._inner.configs_here(workload, environment)
-
     def configured(self, config: Config) -> Implementation:
         """Return the implementation with the settings of `config`, frozen too; itself if settings change nothing."""
-        found = self._inner.configured(config)
-        return self if found is self._inner else frozen(found)
-
-    def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
-        return self._inner.proofs(pass_)
-
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._inner.build(workload, config)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        return self._inner.build_lse(workload, config)
-
-    def partial(self, workload: Workload, config: Config) -> Partial | None:
-        return self._inner.partial(workload, config)
-
-    def passes(self, workload: Workload, config: Config) -> Passes:
-        return self._inner.passes(workload, config)
-
-    def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
-        return self._inner.quality(workload, config)
+        implementation = self._inner.configured(config)
+        return self if implementation is self._inner else frozen(implementation)
 
     def apparatus(self, framework: Any, config: Config) -> Any:
         """Return attnbench's own way to time calls; raises Untrusted if the implementation brings another."""
-        found = self._inner.apparatus
-        code = getattr(getattr(found, "__func__", found), "__code__", None)
+        apparatus = self._inner.apparatus
+        code = getattr(getattr(apparatus, "__func__", apparatus), "__code__", None)
         if code is None or not code.co_filename.startswith(PACKAGE):
             raise Untrusted(f"{self.name} times itself (apparatus): only attnbench's own implementations may")
-        return found(framework, config)
+        return apparatus(framework, config)
 
 
 class FrozenStep(Frozen, StepImplementation):
     """A frozen implementation of a training step."""
 
-    _inner: StepImplementation
-
-    def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        return self._inner.state(workload, config, arrays)
-
-    def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        return self._inner.function(workload, config)
+    state = _delegated("state")
+    function = _delegated("function")
 
 
 def frozen(implementation: Implementation) -> Implementation:

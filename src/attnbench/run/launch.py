@@ -113,12 +113,12 @@ def launch(
     refuse_distortion()
     _check_clock(request)
     wanted, user_functions = _recruit(request)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if request.measure:
-            for note in held.enter_context(measuring("run", patience_s, listener.waiting)):
+            for note in stack.enter_context(measuring("run", patience_s, listener.waiting)):
                 listener.warning(note)
         if pool is None:
-            pool = held.enter_context(Pool(user_functions, request.device, request.threads, request.in_process))
+            pool = stack.enter_context(Pool(user_functions, request.device, request.threads, request.in_process))
             pool.on_environment = listener.environment
         _run_all(request, wanted, sink, listener, done, pool)
 
@@ -129,29 +129,31 @@ def _run_all(
     seed = secrets.randbits(31) if request.seed is None else request.seed
     rng = random.Random(seed)
     workloads = distinct(request.workloads)
-    pool.clock = request.clock
-    cells = cells_of(workloads, wanted, pool.configs if request.every_config else as_asked)
-    planned = _planned(request, pool, [cell for cell in cells if cell.id not in done])
+    planned = _planned(request, wanted, pool, done)
     if request.strict and not done:
         require_dtype(planned)
     listener.planned(planned)
     if request.measure:
-        _warn_of_load(listener)
+        cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        if load > BUSY_SHARE * cores:
+            listener.warning(f"load {load:.1f} on {cores} cores: other programs are running, times will vary")
     pool.spread([one.cell.implementation for one in planned if one.reason is None])
     for number, workload in enumerate(workloads):
-        mine = [one for one in planned if one.cell.workload == workload]
-        if not mine:
+        here = [one for one in planned if one.cell.workload == workload]
+        if not here:
             continue
-        left = frozenset(workloads[number:])
-        pool.keep_only(one.cell.implementation for one in planned if one.reason is None and one.cell.workload in left)
-        refused = [_not_run(one, pool) for one in mine if one.reason is not None]
+        remaining = frozenset(workloads[number:])
+        pool.keep_only(
+            one.cell.implementation for one in planned if one.reason is None and one.cell.workload in remaining
+        )
+        refused = [_not_run(one, pool) for one in here if one.reason is not None]
         for record in refused:
             listener.finished(record)
-        todo = [one.cell for one in mine if one.reason is None]
         run = WorkloadRun(request, workload, pool, listener, rng, seed + 7919 * number)
-        place = {one.cell.id: turn for turn, one in enumerate(mine)}
-        made = [*refused, *run.records(todo)]
-        sink(sorted(made, key=lambda one: place.get(one.cell.id, len(mine))))  # in the order asked, the anchors last
+        measured = run.records([one.cell for one in here if one.reason is None])
+        place = {one.cell.id: turn for turn, one in enumerate(here)}
+        # In the order asked, the anchors last.
+        sink(sorted([*refused, *measured], key=lambda one: place.get(one.cell.id, len(here))))
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
@@ -160,31 +162,32 @@ def plan_only(request: Request, listener: Listener) -> list[Planned]:
     wanted, user_functions = _recruit(request)
     with Pool(user_functions, request.device, request.threads, request.in_process) as pool:
         pool.on_environment = listener.environment
-        pool.clock = request.clock
-        configs = pool.configs if request.every_config else as_asked
-        return _planned(request, pool, cells_of(distinct(request.workloads), wanted, configs))
+        return _planned(request, wanted, pool)
 
 
-def _planned(request: Request, pool: Pool, cells: Sequence[Cell]) -> list[Planned]:
+def _planned(
+    request: Request, wanted: Sequence[Asked], pool: Pool, done: frozenset[str] = frozenset()
+) -> list[Planned]:
     """Return the cells with their refusals; a timed run refuses the CPU if another framework uses an accelerator."""
-    planned = pool.refusals(cells)
-    _require_device(request, pool)
+    pool.clock = request.clock
+    cells = cells_of(distinct(request.workloads), wanted, pool.configs if request.every_config else as_asked)
+    planned = pool.refusals([cell for cell in cells if cell.id not in done])
+    if request.device is not None and pool.unusable and not pool.environments:
+        reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
+        raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
     accelerator = next((found.device for found in pool.environments.values() if found.device != "cpu"), None)
     if accelerator is None or not request.measure:
         return planned
-    return [one if one.reason is not None else _on_accelerator(one, pool, accelerator) for one in planned]
-
-
-def _on_accelerator(planned: Planned, pool: Pool, accelerator: str) -> Planned:
-    framework = pool.group(planned.cell.implementation).framework
-    if pool.accelerated(framework):
-        return planned
-    return Planned(planned.cell, f"{framework} runs on the cpu here, this run is on {accelerator}: use --device cpu")
+    for number, one in enumerate(planned):
+        framework = pool.group(one.cell.implementation).framework
+        if one.reason is None and not pool.accelerated(framework):
+            reason = f"{framework} runs on the cpu here, but this run is on {accelerator}: use --device cpu"
+            planned[number] = Planned(one.cell, reason)
+    return planned
 
 
 def diagnose(listener: Listener) -> Diagnosis:
     """Start one worker per framework and return which implementations can run here."""
-    states: list[ImplementationState] = []
     broken: list[ImplementationState] = []
     known: list[Implementation] = []
     for name in registry.names():
@@ -196,8 +199,7 @@ def diagnose(listener: Listener) -> Diagnosis:
     with Pool((), None, None) as pool:
         pool.on_environment = listener.environment
         pool.start([Group(name) for name in frameworks.NAMES])
-        for implementation in known:
-            states.append(_state(implementation, pool))
+        states = [_state(implementation, pool) for implementation in known]
         usable = {name: pool.unusable.get(name) for name in frameworks.NAMES}
         environments = {group.framework: environment for group, environment in pool.environments.items()}
     return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
@@ -249,13 +251,8 @@ def _user_function(what: Any, request: Request, taken: set[str], called: dict[st
         implementation = registry.resolve(what, request.framework)
         implementation.name = free_name(implementation.name, taken)
         registry.register(implementation)
-        return UserFunction(
-            name=implementation.name,
-            framework=implementation.framework,
-            process=implementation.process,
-            label="",
-            pickled=None,
-        )
+        framework, process = implementation.framework, implementation.process
+        return UserFunction(name=implementation.name, framework=framework, process=process, label="")
     user_function = from_object(what, request.framework, taken)
     if user_function is None:
         raise CannotSend(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
@@ -267,31 +264,18 @@ def _check_clock(request: Request) -> None:
         raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
 
 
-def _warn_of_load(listener: Listener) -> None:
-    """Warn if other programs keep the CPU busy, since times then vary."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY_SHARE * cores:
-        listener.warning(f"load {load:.1f} on {cores} cores: other programs are running, times will vary")
-
-
 def refuse_distortion() -> None:
     """Raise UsageError if an environment variable is set that makes every time wrong."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        raise UsageError("CUDA_LAUNCH_BLOCKING is set: it times launches, not kernels. Unset it and run again.")
+        raise UsageError(
+            "CUDA_LAUNCH_BLOCKING is set, which delays every launch, so that times are wrong. Unset it and run again."
+        )
 
 
 def check_seconds(name: str, value: Any) -> None:
     """Raise UsageError unless a duration is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
-        raise UsageError(f"{name} must be positive, a finite number of seconds, not {value!r}.")
-
-
-def _require_device(request: Request, pool: Pool) -> None:
-    """Raise UsageError if no framework has the requested device."""
-    if request.device is not None and pool.unusable and not pool.environments:
-        reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
-        raise UsageError(f'nothing can run on device "{request.device}": {reasons}. See `attnbench doctor`.')
+        raise UsageError(f"{name} must be a finite number of seconds above 0, not {value!r}.")
 
 
 def _not_run(planned: Planned, pool: Pool) -> Record:

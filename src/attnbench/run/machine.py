@@ -64,7 +64,7 @@ def machine_lock(
     except OSError as error:
         raise _no_lock(path, error) from error
     with file:
-        deadline, told = time.monotonic() + patience_s, False
+        deadline, announced = time.monotonic() + patience_s, False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,9 +73,9 @@ def machine_lock(
                 holder, stop = _holder(name, file)
                 if time.monotonic() >= deadline:
                     raise UsageError(f"{holder} is measuring on this machine: wait for it, or {stop}.") from error
-                if tell is not None and not told:
+                if tell is not None and not announced:
                     tell(f"waiting up to {patience_s:.0f} s for {holder}, which is measuring on this machine")
-                told = True
+                announced = True
                 time.sleep(POLL_S)
             except OSError as error:
                 raise _no_lock(path, error) from error
@@ -100,7 +100,7 @@ def measuring(doing: str, patience_s: float = 0.0, tell: Callable[[str], None] |
         try:
             stack.enter_context(machine_lock(doing=doing, patience_s=patience_s, tell=tell))
         except CannotLock as error:
-            notes.append(f"nothing keeps other measurements away: {error}")
+            notes.append(f"other measurements on this machine cannot be kept out: {error}")
         yield notes
 
 
@@ -122,9 +122,7 @@ def _holder(name: str, file: FileIO) -> tuple[str, str]:
 
 
 def _no_lock(path: object, error: OSError) -> CannotLock:
-    return CannotLock(
-        f"cannot lock {path} ({error.strerror or error}): set ATTNBENCH_CACHE to a folder that can be written."
-    )
+    return CannotLock(f"cannot lock {path} ({error.strerror or error}): set ATTNBENCH_CACHE to a writable folder.")
 
 
 PREFIX = "attnbench-"
@@ -190,32 +188,18 @@ PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 
 def isa_cap() -> dict[str, str]:
     """Return the variables that keep torch from using instructions that trap here; empty on a healthy machine."""
-    if VARIABLE in os.environ or not _advertises_amx() or not installed("torch"):
+    try:
+        if VARIABLE in os.environ or "amx_bf16" not in Path("/proc/cpuinfo").read_text() or not installed("torch"):
+            return {}
+    except OSError:  # only Linux has this file
         return {}
     note = cache_folder() / f"amx-{platform.node()}-{platform.release()}-{version('torch')}"
     try:
         trapped = note.read_text() == "trapped"
     except OSError:
-        trapped = _probe()
-        _remember(note, trapped)
+        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=120)
+        trapped = done.returncode == -signal.SIGILL
+        with suppress(OSError):  # if this fails, the next run probes again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text("trapped" if trapped else "fine")
     return {VARIABLE: CAP} if trapped else {}
-
-
-def _advertises_amx() -> bool:
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-def _probe() -> bool:
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=120)
-    return done.returncode == -signal.SIGILL
-
-
-def _remember(note: Path, trapped: bool) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text("trapped" if trapped else "fine")
-    except OSError:
-        return  # the next run probes again

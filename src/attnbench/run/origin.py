@@ -136,8 +136,8 @@ def require(name: str) -> None:
     module = registry.module_of(name)
     if module.partition(".")[0] == "attnbench" and not _is_within(module, _expected.within):
         raise NotInRef(
-            f"{name} is attnbench's own, so nothing of this repository would be measured: name a function of it, "
-            "file.py:function or package.module:function."
+            f"{name} belongs to attnbench, so none of this repository's code would be measured: name one of "
+            "its functions, file.py:function or package.module:function."
         )
     require_module(module, _expected.within)
 
@@ -147,9 +147,11 @@ def require_module(module: str, within: Sequence[str]) -> None:
     if _is_within(module, within):
         return
     found = getattr(sys.modules.get(module), "__file__", None)
-    if _expected.tree and not _holds(Path(_expected.tree), module):
-        raise UsageError(f"{module} is not in this ref; what Python finds is {found}.")
-    raise NotInRef(f"{module} is not in this ref; what Python finds is {found}: {REMEDY}.")
+    place, tree = module.replace(".", "/"), Path(_expected.tree)
+    forms = (f"{place}.py", f"{place}/__init__.py", f"{place}.*so")
+    if _expected.tree and not any(next(tree.rglob(form), None) for form in forms):
+        raise UsageError(f"{module} is not in this ref; Python finds {found} instead.")
+    raise NotInRef(f"{module} is not in this ref; Python finds {found} instead: {REMEDY}.")
 
 
 def require_file(file: str, within: Sequence[str]) -> None:
@@ -168,12 +170,6 @@ def loaded_libraries() -> Iterator[str]:
     for file in mapped_files():
         if ".so" in os.path.basename(file) or file.endswith((".dylib", ".pyd")):
             yield file
-
-
-def _holds(tree: Path, module: str) -> bool:
-    """Return whether a checkout has a file of a module, in any folder."""
-    place = module.replace(".", "/")
-    return any(next(tree.rglob(form), None) for form in (f"{place}.py", f"{place}/__init__.py", f"{place}.*so"))
 
 
 def other_code() -> str:
@@ -200,19 +196,12 @@ def other_places(tree: Path, repository: Path, folders: tuple[str, ...] = (".", 
 
     `folders` of a tree hold its packages: a distribution that installs one of these names is a copy.
     """
-    trees = _working_trees(repository)
-    copies = _installed_copies(
-        repository, trees, [place / folder for place in (tree, repository) for folder in folders]
-    )
+    listed = git.ask(repository, "worktree", "list", "--porcelain").stdout.splitlines()
+    others = [Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")]
+    trees = list(dict.fromkeys(Path(os.path.realpath(one)) for one in (repository, *others) if one.is_dir()))
+    places = [place / folder for place in (tree, repository) for folder in folders]
+    copies = _installed_copies(repository, trees, places)
     return (*(str(one) for one in trees if one != Path(os.path.realpath(tree))), *copies)
-
-
-def _working_trees(repository: Path) -> list[Path]:
-    """Return the repository's folder and those of its other working trees."""
-    told = git.ask(repository, "worktree", "list", "--porcelain").stdout.splitlines()
-    listed = [Path(line.removeprefix("worktree ")) for line in told if line.startswith("worktree ")]
-    found = [Path(os.path.realpath(one)) for one in (repository, *listed) if one.is_dir()]
-    return list(dict.fromkeys(found))
 
 
 def _was_built_outside(file: str) -> bool:
@@ -258,14 +247,14 @@ def _real(file: str) -> str:
 
 def _installed_copies(repository: Path, trees: Sequence[Path], folders: Sequence[Path]) -> list[str]:
     """Return the installed top-level packages and modules of distributions that were made from the repository."""
-    names, found = _project_names(repository), set()
+    names, paths = _project_names(repository), set()
     for one in distributions():
         place, tops = os.path.realpath(str(one.locate_file(""))), _top_levels(one)
         brings = [top for top in tops if top.partition(".")[0] not in COMMON]
         if _normal(one.name) in names or _made_from(one, trees) or any(_has(folders, top) for top in brings):
-            found |= {os.path.join(place, top) for top in tops}
+            paths |= {os.path.join(place, top) for top in tops}
     trees_of = [str(one) for one in trees]
-    return sorted(one for one in found if not any(_lies_in(one, tree) for tree in trees_of) or _is_installed(one))
+    return sorted(one for one in paths if not any(_lies_in(one, tree) for tree in trees_of) or _is_installed(one))
 
 
 def _top_levels(one: Distribution) -> set[str]:
@@ -301,20 +290,20 @@ def _project_names(repository: Path) -> set[str]:
         except OSError:
             return ""
 
-    found: list[Any] = []
+    project_names: list[Any] = []
     with suppress(ValueError, AttributeError):
         settings = tomllib.loads(text("pyproject.toml"))
-        found.append(settings.get("project", {}).get("name"))
-        found.append(settings.get("tool", {}).get("poetry", {}).get("name"))
+        project_names.append(settings.get("project", {}).get("name"))
+        project_names.append(settings.get("tool", {}).get("poetry", {}).get("name"))
     with suppress(configparser.Error):
         old = configparser.ConfigParser(interpolation=None)
         old.read_string(text("setup.cfg"))
-        found.append(old.get("metadata", "name", fallback=None))
+        project_names.append(old.get("metadata", "name", fallback=None))
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text("setup.py"))):
             if isinstance(node, ast.keyword) and node.arg == "name" and isinstance(node.value, ast.Constant):
-                found.append(node.value.value)
-    return {_normal(name) for name in found if isinstance(name, str) and name}
+                project_names.append(node.value.value)
+    return {_normal(name) for name in project_names if isinstance(name, str) and name}
 
 
 def _normal(name: str | None) -> str:

@@ -13,7 +13,7 @@ from attnbench.spec import DTYPE_BYTES, Cell, Config, Environment, Implementatio
 from attnbench.verifying.draws import SETS
 from attnbench.workloads.cost import demand
 
-TOLD_REASONS = 3
+LISTED_REASONS = 3
 USER_CODE = "user function "
 
 
@@ -100,10 +100,10 @@ def require_dtype(planned: Sequence[Planned]) -> None:
         if one.reason is None or one.cell.workload.dtype not in one.reason:
             return
         refused.setdefault(one.reason.rstrip("."), {})[one.cell.implementation] = None
-    told = [f"{', '.join(names)}: {reason}" for reason, names in list(refused.items())[:TOLD_REASONS]]
-    more = "; `run --list` with the same options tells the rest" if len(refused) > TOLD_REASONS else ""
-    if told:
-        raise UsageError(f"nothing here takes this dtype. {'; '.join(told)}{more}.")
+    listed = [f"{', '.join(names)}: {reason}" for reason, names in list(refused.items())[:LISTED_REASONS]]
+    more = "; `run --list` with the same options lists the rest" if len(refused) > LISTED_REASONS else ""
+    if listed:
+        raise UsageError(f"no implementation here supports this dtype. {'; '.join(listed)}{more}.")
 
 
 def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:

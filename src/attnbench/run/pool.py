@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from attnbench import errors, frameworks, registry
+from attnbench.files import decode_json
 from attnbench.measuring.rates import Ceilings
-from attnbench.reading import decode_json
 from attnbench.run import protocol as p
 from attnbench.run.machine import cache_folder
 from attnbench.run.plan import Asked, Group, Planned, group_of
@@ -138,7 +139,10 @@ class Pool:
             if group in self._workers and not self._workers[group].alive:
                 self.dismiss(group)
         wanted = [group for group in groups if group not in (*self._workers, *self._lost)]
-        wanted = [group for group in wanted if self._usable(group.framework)]
+        for name in dict.fromkeys(group.framework for group in wanted):
+            if name not in self.unusable and not frameworks.installed(name):
+                self.unusable[name] = f"{name} is not installed: pip install 'attnbench[{name}]'"
+        wanted = [group for group in wanted if group.framework not in self.unusable]
         for group in wanted:
             self._workers[group] = self._new(group)
         try:
@@ -154,13 +158,6 @@ class Pool:
             return Local(group.framework, self._device)
         return Remote.start(group.framework, self._device, self._threads)
 
-    def _usable(self, framework: str) -> bool:
-        if framework in self.unusable:
-            return False
-        if not frameworks.installed(framework):
-            self.unusable[framework] = f"{framework} is not installed: pip install 'attnbench[{framework}]'"
-        return framework not in self.unusable
-
     def _introduce(self, group: Group) -> None:
         try:
             answer = self._described(group)
@@ -174,7 +171,7 @@ class Pool:
             self.dismiss(group)
             self.unusable[group.framework] = answer.reason
             return
-        assert isinstance(answer, p.Described)
+        assert isinstance(answer, p.EnvironmentAnswer)
         if self.environment(group.framework) is None:
             self.on_environment(group.framework, answer.environment)
         self.environments.setdefault(group, answer.environment)
@@ -246,13 +243,13 @@ class Pool:
         self.start(list(dict.fromkeys(judges.values())))
         planned: dict[str, Planned] = {}
         for judge in dict.fromkeys(judges.values()):
-            mine = [cell for cell in cells if judges[cell.implementation] == judge]
+            asked = [cell for cell in cells if judges[cell.implementation] == judge]
             if judge in self._lost:
-                planned |= {cell.id: Planned(cell, self._lost[judge].reason, unstarted=True) for cell in mine}
+                planned |= {cell.id: Planned(cell, self._lost[judge].reason, unstarted=True) for cell in asked}
                 continue
             refused = self.unusable.get(judge.framework)
-            reasons = self._reasons(judge, mine) if refused is None else [refused] * len(mine)
-            planned |= {cell.id: Planned(cell, reason) for cell, reason in zip(mine, reasons, strict=True)}
+            reasons = self._reasons(judge, asked) if refused is None else [refused] * len(asked)
+            planned |= {cell.id: Planned(cell, reason) for cell, reason in zip(asked, reasons, strict=True)}
         return [planned[cell.id] for cell in cells]
 
     def _reasons(self, group: Group, cells: Sequence[Cell]) -> list[str | None]:
@@ -270,8 +267,7 @@ class Pool:
         """Return the worker to ask what an implementation supports: the plain worker of its framework, or its own for
         user code."""
         group = self.group(name)._replace(lane=0)
-        known = any(user_function.name == name for user_function in self._user_functions)
-        return group if known or group.has_user_code else Group(group.framework)
+        return group if group.has_user_code or self.registered(name) is None else Group(group.framework)
 
     def verify_only(self, implementation: Implementation) -> str:
         """Return why an implementation may be checked but not timed here; empty if it may be timed."""
@@ -311,18 +307,18 @@ class Pool:
         return known
 
     def _confirms(self, group: Group, dtype: str, stored: Ceilings) -> bool:
-        """Return whether a brief measurement comes near the stored ceilings, which anything may have written."""
+        """Return whether a brief measurement confirms the stored ceilings, which any program may have written."""
         try:
             answer = self.ask(group, p.MeasureCeilings(dtype, brief=True), CEILINGS_S)
         except WorkerDied:
             return False
-        if not isinstance(answer, p.Measured):
+        if not isinstance(answer, p.MeasuredCeilings):
             return False
-        seen = answer.ceilings
+        measured = answer.ceilings
         return (
-            seen.flops_per_s >= NEAR * stored.flops_per_s
-            and seen.bytes_per_s >= NEAR_COPY * stored.bytes_per_s
-            and stored.cache_bytes == seen.cache_bytes
+            measured.flops_per_s >= NEAR * stored.flops_per_s
+            and measured.bytes_per_s >= NEAR_COPY * stored.bytes_per_s
+            and stored.cache_bytes == measured.cache_bytes
         )
 
     def _measure_ceilings(self, group: Group, dtype: str) -> Ceilings | None:
@@ -331,7 +327,7 @@ class Pool:
             answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
         except WorkerDied:
             return None
-        return answer.ceilings if isinstance(answer, p.Measured) else None
+        return answer.ceilings if isinstance(answer, p.MeasuredCeilings) else None
 
 
 def _best(a: Ceilings | None, b: Ceilings | None) -> Ceilings | None:
@@ -358,8 +354,6 @@ def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:
 def store_ceilings(environment: Environment, dtype: str, ceilings: Ceilings) -> None:
     """Store ceilings in the cache folder; a failure is ignored, since the next run can measure again."""
     file = _file(environment, dtype)
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(msgspec.json.encode(ceilings))
-    except OSError:
-        return

@@ -85,7 +85,7 @@ class WarmUp(Struct, tag="warm_up"):
     brief: bool = False
 
 
-class Sample(Struct, tag="sample"):
+class TakeSample(Struct, tag="sample"):
     """Order to time a part of an open cell by the clock that the warm-up returned."""
 
     cell: str
@@ -134,24 +134,12 @@ class Release(Struct, tag="release"):
     """Order to close all cells and forget their arrays and compiled code."""
 
 
-Question = (
-    Describe
-    | Load
-    | Refusals
-    | VerifyOnly
-    | Open
-    | WarmUp
-    | Sample
-    | TakeBlock
-    | SampleOther
-    | ExamineAfter
-    | Trace
-    | MeasureCeilings
-    | Release
-)
+Turn = WarmUp | TakeSample | TakeBlock | SampleOther | ExamineAfter | Trace
+"""Questions about a cell that is open."""
+Question = Describe | Load | Refusals | VerifyOnly | Open | Turn | MeasureCeilings | Release
 
 
-class Described(Struct, tag="described"):
+class EnvironmentAnswer(Struct, tag="described"):
     """Environment of the worker."""
 
     environment: Environment
@@ -219,7 +207,7 @@ class Traced(Struct, tag="traced"):
     path: str
 
 
-class Measured(Struct, tag="measured"):
+class MeasuredCeilings(Struct, tag="measured"):
     """Measured ceilings of the device."""
 
     ceilings: Ceilings
@@ -239,22 +227,24 @@ class Refused(Struct, tag="refused"):
     """Whether the cell is not open in this process, because the process that had it open is gone."""
 
 
-Answer = Described | Reasons | Opened | Warm | Closed | Sampled | BlockTaken | Traced | Measured | Done | Refused
+Times = Sampled | BlockTaken
+"""Answers that hold times."""
+Answer = EnvironmentAnswer | Reasons | Opened | Warm | Closed | Times | Traced | MeasuredCeilings | Done | Refused
 
 
 ANSWERS: dict[type, tuple[type, ...]] = {
-    Describe: (Described,),
+    Describe: (EnvironmentAnswer,),
     Load: (Done,),
     Refusals: (Reasons,),
     VerifyOnly: (Reasons,),
     Open: (Opened, Closed),
     WarmUp: (Warm, Closed),
-    Sample: (Sampled, Closed),
+    TakeSample: (Sampled, Closed),
     TakeBlock: (BlockTaken, Closed),
     SampleOther: (Sampled, Closed),
     ExamineAfter: (Done, Closed),
     Trace: (Traced,),
-    MeasureCeilings: (Measured,),
+    MeasureCeilings: (MeasuredCeilings,),
     Release: (Done,),
 }
 """Possible kinds of answer by question, besides Refused."""
@@ -309,22 +299,22 @@ def fault(question: Question, answer: Answer, sent_ns: int, received_ns: int) ->
     if isinstance(question, Open) and isinstance(answer, Opened | Closed) and answer.record.cell != question.cell:
         return f"the answer about {question.cell.id} was about {answer.record.cell.id}"
     if isinstance(answer, Warm) and not (isfinite(answer.call_ns) and answer.call_ns > 0):
-        return f"it told a call of {answer.call_ns} ns"
-    if not isinstance(answer, Sampled | BlockTaken):
+        return f"it reported {answer.call_ns} ns for a call"
+    if not isinstance(answer, Times):
         return None
     if not sent_ns <= answer.began_ns <= answer.ended_ns <= received_ns:
-        return "its clock does not agree with the one of attnbench's own process"
+        return "its clock disagrees with that of attnbench's main process"
     if isinstance(answer, BlockTaken):
         assert isinstance(question, TakeBlock)
         samples = list(answer.block.ns.values())
         # Without the processor's time it is the median of some of the calls, not the mean of all.
         claimed = answer.block.ns.get("wall", 0.0) * (question.calls if "cpu" in answer.block.ns else 1)
     else:
-        assert isinstance(question, Sample | SampleOther)
+        assert isinstance(question, TakeSample | SampleOther)
         samples = answer.ns
         if len(samples) != question.count:
             return f"{len(samples)} samples came back, {question.count} were asked for"
-        claimed = sum(samples) * (question.calls if isinstance(question, Sample) else 1)
+        claimed = sum(samples) * (question.calls if isinstance(question, TakeSample) else 1)
         if question.clock in ("kernel", "ranks"):
             claimed = 0.0  # kernels or ranks that run side by side may add up to more than the time that passed
     if not all(isfinite(ns) and ns > 0 for ns in samples):

@@ -137,7 +137,7 @@ class Remote:
         sent_ns = time.monotonic_ns()
         answer = self.exchange(question, timeout_s, p.decode_answer)
         if (wrong := p.fault(question, answer, sent_ns, time.monotonic_ns())) is not None:
-            raise self._not_believed(wrong)
+            raise self._reject_answer(wrong)
         return answer
 
     def exchange(
@@ -165,7 +165,7 @@ class Remote:
             if self._connection.poll(0):
                 if not os.read(self._connection.fileno(), 1):
                     raise EOFError
-                raise p.Garbled("something came without a question")
+                raise p.Garbled("a message arrived that answers no question")
             p.send(self._connection, p.encode(p.Numbered(number, question)))
             idle = False
             passing()
@@ -173,19 +173,19 @@ class Remote:
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise self.lost(idle) from error
         except (p.Garbled, OSError, MemoryError) as error:
-            raise self._not_believed(str(error) or type(error).__name__) from error
+            raise self._reject_answer(str(error) or type(error).__name__) from error
         try:
             answer = decode(message)
         except Exception as error:  # whatever it is that cannot be read, it is no answer of ours
-            raise self._not_believed(f"an answer that cannot be read ({type(error).__name__})") from error
+            raise self._reject_answer(f"an answer that cannot be read ({type(error).__name__})") from error
         if answer.number != number:
-            raise self._not_believed("an answer to another question")
+            raise self._reject_answer("an answer to another question")
         return answer.message
 
-    def _not_believed(self, why: str) -> WorkerDied:
+    def _reject_answer(self, why: str) -> WorkerDied:
         """End a process that answered what no worker of ours answers, and return its loss."""
         self.kill()
-        reason = f"its process sent what no worker sends: {why}; its code wrote to the connection, or changed attnbench"
+        reason = f"its process sent an invalid answer: {why}; its code wrote to the connection, or changed attnbench"
         return WorkerDied("failed", reason, self._tail())
 
     def _watch_memory(self) -> None:
@@ -214,7 +214,7 @@ class Remote:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
             self.kill()
-            return WorkerDied("failed", "hung up without ending", self._tail(), idle=idle)
+            return WorkerDied("failed", "closed its connection without ending", self._tail(), idle=idle)
         kind, detail = "failed", self._tail()
         if code == -signal.SIGKILL:
             kind, reason = "out_of_memory", "the system killed the process, most likely for its memory"

@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 
 from attnbench.errors import UsageError
-from attnbench.kernels.ring import pool
-from attnbench.kernels.ring.pool import GroupRanks, started_by_torchrun
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.printable import printable_json
 from attnbench.run.launch import Listener, Request, launch
@@ -26,13 +24,15 @@ from attnbench.workloads.suite_file import grid
 def main() -> None:
     """Serve as a rank; rank 0 measures, prints one JSON record per line, and writes the records to --out."""
     options = _parser().parse_args()
-    if not started_by_torchrun():
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         raise UsageError("start this with torchrun, or run `attnbench run --impl torch.ring[world=4]` without it.")
     os.environ.update(isa_cap())
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.distributed import destroy_process_group
 
-    ring = GroupRanks(options.device, options.timeout)
+    from attnbench.kernels.ring import pool
+
+    ring = pool.GroupRanks(options.device, options.timeout)
     records: list[Record] = []
     try:
         if ring.rank:

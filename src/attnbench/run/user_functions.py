@@ -26,7 +26,6 @@ from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.registry import is_reference
 from attnbench.results.run_file import Run
-from attnbench.results.unreached import asked_references
 from attnbench.run import protocol as p
 from attnbench.run.plan import process_of
 from attnbench.spec import Implementation
@@ -106,51 +105,47 @@ def _pickle(what: Any) -> bytes | None:
     A worker that imported these modules instead would measure what their files hold, without later changes of this
     process.
     """
+    registered: list[ModuleType] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated objects warn when they are merely looked at
-        return _pickle_quietly(what)
-
-
-def _pickle_quietly(what: Any) -> bytes | None:
-    own, home = _own_modules(what), _module_of(what)
-    registered: list[ModuleType] = []
-    try:
-        for module in own:
-            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-                cloudpickle.register_pickle_by_value(module)
-                registered.append(module)
-        # Of its own module nothing but what it uses was ever needed.
-        modules = [module.__name__ for module in own if module is not home]
-        packed = cloudpickle.dumps({"modules": modules, "object": cloudpickle.dumps(what)})
-    except Exception:
-        # Whatever the object holds (a lock, a handle, a device), the answer is the same: it stays in this process.
-        return None
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
+        own, home = _own_modules(what), _module_of(what)
+        try:
+            for module in own:
+                if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                    cloudpickle.register_pickle_by_value(module)
+                    registered.append(module)
+            # Of its own module nothing but what it uses was ever needed.
+            modules = [module.__name__ for module in own if module is not home]
+            packed = cloudpickle.dumps({"modules": modules, "object": cloudpickle.dumps(what)})
+        except Exception:
+            # Whatever the object holds (a lock, a handle, a device), the answer is the same: it stays in this process.
+            return None
+        finally:
+            for module in registered:
+                cloudpickle.unregister_pickle_by_value(module)
     return packed if len(packed) <= LARGEST else None
 
 
 def _own_modules(what: Any) -> list[ModuleType]:
     """Return the user's modules that an object reaches: those that define it, and those that its functions name."""
-    found: dict[str, ModuleType] = {}
-    seen: set[int] = set()
+    modules: dict[str, ModuleType] = {}
+    visited: set[int] = set()
     todo = [what]
     while todo:
         one = todo.pop()
-        if id(one) in seen:
+        if id(one) in visited:
             continue
-        seen.add(id(one))
+        visited.add(id(one))
         if isinstance(one, ModuleType):
             if _is_own(one):
-                found[one.__name__] = one
+                modules[one.__name__] = one
                 todo += list(vars(one).values())
             continue
         home = _module_of(one)
         if home is not None and _is_own(home):
-            found[home.__name__] = home
+            modules[home.__name__] = home
         todo += _parts(one)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _module_of(one: Any) -> ModuleType | None:
@@ -179,7 +174,7 @@ def _parts(one: Any) -> list[Any]:
     ours = home is not None and home.__name__.partition(".")[0] == "attnbench"
     if home is None or not (_is_own(home) or home.__name__ == "__main__" or (ours and not isinstance(one, type))):
         return []
-    return [type(one), *(list(vars(one).values()) if hasattr(one, "__dict__") else ())]
+    return [type(one), *(vars(one).values() if hasattr(one, "__dict__") else ())]
 
 
 def _names(code: CodeType) -> set[str]:
@@ -220,7 +215,8 @@ def name_references(implementations: Iterable[Any], taken: Collection[str] = ())
     references = list(dict.fromkeys(what for what in implementations if is_reference(what)))
     names: dict[str, str] = {}
     for reference in references:
-        rivals = [other for other in references if other != reference and _function(other) == _function(reference)]
+        end = f":{reference.rpartition(':')[2]}"
+        rivals = [other for other in references if other != reference and other.endswith(end)]
         names[reference] = free_name(_apart(reference, rivals), {*taken, *names.values()})
     return names
 
@@ -234,50 +230,42 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 def _apart(reference: str, rivals: Collection[str]) -> str:
     """Return the shortest name that differs from those of functions of the same name in other places."""
-    others = {_place(rival) for rival in rivals} - {_place(reference)}
-    shared = [_common_tail(_place(reference), other) for other in others]
-    return _called(reference, max(shared) + 1) if shared else _function(reference)
-
-
-def _called(reference: str, length: int) -> str:
-    between = "/" if _is_file(reference) else "."
-    return f"{between.join(_place(reference)[-length:])}:{_function(reference)}"
-
-
-def _common_tail(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    same = [a == b for a, b in zip(reversed(one), reversed(other))]
-    return same.index(False) if False in same else len(same)
+    (where, _, function), place = reference.rpartition(":"), _place(reference)
+    others = {_place(rival) for rival in rivals} - {place}
+    if not others:
+        return function
+    differs = (n for n in range(1, len(place)) if all(other[-n:] != place[-n:] for other in others))
+    between = "/" if where.endswith(".py") else "."
+    return f"{between.join(place[-next(differs, len(place)) :])}:{function}"
 
 
 def _place(reference: str) -> tuple[str, ...]:
     where = reference.rpartition(":")[0]
-    return Path(where).resolve().with_suffix("").parts if _is_file(reference) else tuple(where.split("."))
-
-
-def _is_file(reference: str) -> bool:
-    return reference.rpartition(":")[0].endswith(".py")
-
-
-def _function(reference: str) -> str:
-    return reference.rpartition(":")[2]
+    return Path(where).resolve().with_suffix("").parts if where.endswith(".py") else tuple(where.split("."))
 
 
 def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
     """Return the hash of the file of each reference, by file or module as it was written."""
-    found = {where: source_file(where) for where in _places(implementations)}
-    return {where: _hash(file) for where, file in found.items() if file is not None}
+    files = {where: source_file(where) for where in _places(implementations)}
+    return {where: _hash(file) for where, file in files.items() if file is not None}
 
 
 def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations: Iterable[Any]) -> None:
     """Raise UsageError if a file of the references has changed since the run began."""
-    asked = {source_file(where) for where in _places(implementations)} - {None}
+    files = {source_file(where) for where in _places(implementations)} - {None}
     for where, then in before.items():
         file = source_file(where)
-        if file in asked and file is not None and _hash(file) != then:
+        if file in files and file is not None and _hash(file) != then:
             raise UsageError(
-                f"{where} has changed since {run} was begun, which holds times of the older version: "
+                f"{where} has changed since {run} began, which holds times of the old version: "
                 "start a new run, or undo the change and resume again."
             )
+
+
+def asked_references(request: Mapping[str, Any]) -> list[str]:
+    """Return the references among the implementations of a header's request; the request may hold anything."""
+    implementations = request.get("implementations")
+    return [one for one in implementations if is_reference(one)] if isinstance(implementations, list | tuple) else []
 
 
 def sources_of(run: Run) -> dict[str, str]:

@@ -30,7 +30,7 @@ from attnbench.processes import die_with_parent, keep_children_together, kill_de
 from attnbench.run import origin
 from attnbench.run import protocol as p
 from attnbench.run.environment import commit_of, describe, without_home
-from attnbench.run.integrity import Change, ProcessState, frozen
+from attnbench.run.integrity import ProcessState, StateChange, frozen
 from attnbench.run.plan import does_not_fit, inputs_do_not_fit
 from attnbench.run.user_functions import unpack
 from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
@@ -45,7 +45,7 @@ WHEN: dict[type, str] = {
     p.VerifyOnly: ASKED,
     p.Open: "while it was built and checked",
     p.WarmUp: "while it was timed",
-    p.Sample: "while it was timed",
+    p.TakeSample: "while it was timed",
     p.SampleOther: "while it was timed",
     p.TakeBlock: "while it was timed",
     p.ExamineAfter: "while it was checked after sampling",
@@ -61,28 +61,26 @@ def load_user_function(question: p.Load) -> p.Answer:
     global _measured
     try:
         if question.pickled is not None:
-            found = unpack(question.pickled)
+            loaded = unpack(question.pickled)
         else:
             assert question.reference is not None
-            found = registry.load_reference(question.reference)
-            _require_within(question)
-        implementation = registry.resolve(found, question.framework)
+            loaded = registry.load_reference(question.reference)
+            where = question.reference.rpartition(":")[0]
+            if question.within:  # the code may lie outside of the git ref, such as in an editable install
+                require = origin.require_file if where.endswith(".py") else origin.require_module
+                require(where, question.within)
+        implementation = registry.resolve(loaded, question.framework)
     except (Exception, SystemExit) as error:
         return refused(error)
     if reason := origin.other_code():
         return p.Refused(reason, not_in_ref=True)
-    _measured = _folder_of(found)
+    code = getattr(inspect.unwrap(loaded) if callable(loaded) else loaded, "__code__", None)
+    module = sys.modules.get(getattr(loaded, "__module__", None) or type(loaded).__module__)
+    file = code.co_filename if code is not None else getattr(module, "__file__", None)
+    _measured = Path(file).parent if isinstance(file, str) and Path(file).is_file() else None
     implementation.name = question.name
     registry.register(implementation)
     return p.Done()
-
-
-def _folder_of(found: Any) -> Path | None:
-    """Return the folder of the file that a function or an implementation comes from; None if there is none here."""
-    code = getattr(inspect.unwrap(found) if callable(found) else found, "__code__", None)
-    module = sys.modules.get(getattr(found, "__module__", None) or type(found).__module__)
-    file = code.co_filename if code is not None else getattr(module, "__file__", None)
-    return Path(file).parent if isinstance(file, str) and Path(file).is_file() else None
 
 
 def refused(error: BaseException) -> p.Refused:
@@ -105,16 +103,6 @@ def load_from_ref(question: p.Describe) -> p.Done | p.Refused:
         return refused(error)
     reason = origin.other_code()
     return p.Refused(reason, not_in_ref=True) if reason else p.Done()
-
-
-def _require_within(question: p.Load) -> None:
-    """Raise NotInRef if a reference's code lies outside the git ref, such as in an editable install."""
-    assert question.reference is not None
-    where = question.reference.rpartition(":")[0]
-    if question.within and where.endswith(".py"):
-        origin.require_file(where, question.within)
-    elif question.within:
-        origin.require_module(where, question.within)
 
 
 class Worker:
@@ -145,15 +133,18 @@ class Worker:
             p.Refusals: self._refusals,
             p.VerifyOnly: lambda q: p.Reasons([self._implementation(q.implementation).verify_only or None]),
             p.Open: self._open,
-            p.WarmUp: self._warm_up,
-            p.Sample: lambda q: self._sampling(q.cell, lambda s: s.sample(q.part, q.count, q.calls)),
-            p.TakeBlock: self._take_block,
-            p.SampleOther: lambda q: self._sampling(q.cell, lambda s: s.sample_other(q.clock, q.count)),
-            p.ExamineAfter: self._examine_after,
-            p.Trace: self._trace,
             p.MeasureCeilings: self._ceilings,
             p.Release: self._release,
         }
+        self._turns: dict[type, Callable[[Any, Any], p.Answer]] = {
+            p.WarmUp: _warm_up,
+            p.TakeSample: lambda session, q: _sampled(session, lambda: session.sample(q.part, q.count, q.calls)),
+            p.TakeBlock: _take_block,
+            p.SampleOther: lambda session, q: _sampled(session, lambda: session.sample_other(q.clock, q.count)),
+            p.ExamineAfter: _examine_after,
+            p.Trace: _trace,
+        }
+        """Answers to questions about an open cell, from its session and the question."""
         # Bound here, so that replacing the method later is without effect.
         self._changes = (state or ProcessState(self._framework)).changes
         if state is not None:
@@ -161,22 +152,29 @@ class Worker:
 
     def answer(self, question: p.Question) -> p.Answer:
         """Return the answer to a question; errors of a cell become its record."""
-        timed = isinstance(question, p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter | p.Trace)
-        if timed and question.cell not in self._sessions:
-            return p.Refused(f"{question.cell} is not open in this process", not_open=True)
-        found = self._answers[type(question)](question)
+        if isinstance(question, p.Turn):
+            if (session := self._sessions.get(question.cell)) is None:
+                return p.Refused(f"{question.cell} is not open in this process", not_open=True)
+            turn = self._turns[type(question)]
+            answer = self._guarded(session.cell, lambda: turn(session, question))
+        else:
+            answer = self._answers[type(question)](question)
         if os.getpid() != self._pid:
             os._exit(1)  # a fork that a kernel made and let return: only one may answer
-        return self._checked(question, found) if type(question) in WHEN else found
+        return self._checked(question, answer) if type(question) in WHEN else answer
 
     def _checked(self, question: p.Question, answer: p.Answer) -> p.Answer:
         """Return the answer, or the cell's failure if the cell changed what its time or its checks rely on."""
         when = WHEN[type(question)]
-        if isinstance(question, p.Load | p.Refusals | p.VerifyOnly):
-            if isinstance(question, p.Load) or not _all_ours(question):
+        if isinstance(question, p.Load):
+            self._remember_changes(when)
+            return answer
+        if isinstance(question, p.Refusals | p.VerifyOnly):
+            cells = question.cells if isinstance(question, p.Refusals) else [question]
+            if not all(_is_ours(cell.implementation) for cell in cells):
                 self._remember_changes(when)
             return answer
-        assert isinstance(question, p.Open | p.WarmUp | p.Sample | p.SampleOther | p.TakeBlock | p.ExamineAfter)
+        assert isinstance(question, p.Open | p.Turn)
         if reason := origin.noticed():
             return p.Refused(reason, not_in_ref=True)
         cell = question.cell if isinstance(question, p.Open) else self._cells[question.cell]
@@ -191,10 +189,10 @@ class Worker:
         self._pending_notes += notes
         if not isinstance(answer, p.Opened | p.Sampled):
             return answer
-        told, self._pending_notes = tuple(self._pending_notes), []
+        changed, self._pending_notes = tuple(self._pending_notes), []
         if isinstance(answer, p.Sampled):
-            return msgspec.structs.replace(answer, changed=told)
-        record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *told))
+            return msgspec.structs.replace(answer, changed=changed)
+        record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *changed))
         return msgspec.structs.replace(answer, record=record)
 
     def _remember_changes(self, when: str) -> None:
@@ -208,26 +206,28 @@ class Worker:
 
         A shared worker notes a change once, with the cell that made it.
         """
-        ours = _is_ours(cell)
+        ours = _is_ours(cell.implementation)
         earlier = {} if ours else self._early
-        told = self._noted.setdefault("" if ours else cell.id, set())
-        notes = [text for what, (text, refused) in earlier.items() if not refused and what not in told]
-        told.update(earlier)
+        noted = self._noted.setdefault("" if ours else cell.id, set())
+        notes = [text for what, (text, refused) in earlier.items() if not refused and what not in noted]
+        noted.update(earlier)
         refused: list[str] = []
         for change in self._changes():
             if _is_refused(change, when, ours):
                 known = earlier.get(change.what, ("", False))[1]  # it was refused when it was opened
                 refused += [] if known else [_change_text(change, when, True)]
-            elif change.what not in told:
-                told.add(change.what)
+            elif change.what not in noted:
+                noted.add(change.what)
                 notes.append(_change_text(change, when, False))
         return refused, notes
 
     def _implementation(self, name: str) -> Implementation:
         """Return the implementation of that name; a user's implementation is frozen."""
         if name not in self._implementations:
-            found = registry.get(name)
-            self._implementations[name] = found if registry.origin(name) == registry.OURS else frozen(found)
+            implementation = registry.get(name)
+            self._implementations[name] = (
+                implementation if registry.origin(name) == registry.OURS else frozen(implementation)
+            )
         return self._implementations[name]
 
     def _facts(self, cell: Cell) -> dict[str, Any]:
@@ -245,12 +245,12 @@ class Worker:
             self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
         return answer
 
-    def _describe(self, question: p.Describe) -> p.Described | p.Refused:
+    def _describe(self, question: p.Describe) -> p.EnvironmentAnswer | p.Refused:
         sys.path.extend(folder for folder in question.path if folder not in sys.path)
         if isinstance(answer := load_from_ref(question), p.Refused):
             return answer
         self._environment = describe(self._framework, self._device, _measured)
-        return p.Described(self._environment)
+        return p.EnvironmentAnswer(self._environment)
 
     def _refusals(self, question: p.Refusals) -> p.Reasons:
         clocks = ("wall", *self._framework.clocks(self._device))
@@ -282,13 +282,20 @@ class Worker:
         self._cells[cell.id] = cell
 
         def start() -> p.Answer:
-            if early := [] if _is_ours(cell) else [text for text, refused in self._early.values() if refused]:
-                raise Untrusted(early[0])
+            early = next((text for text, is_refused in self._early.values() if is_refused), "")
+            if early and not _is_ours(cell.implementation):
+                raise Untrusted(early)
             if (reason := self._refusal(cell)) is not None:
                 raise errors.Unsupported(reason)
             session = self._session(question)
-            needs_none = isinstance(session, anchors.AnchorSession | StepSession)
-            record = session.open() if needs_none else session.open(self._inputs(question))
+            if isinstance(session, anchors.AnchorSession | StepSession):
+                record = session.open()
+            else:
+                shared = None if question.shared is None else Path(question.shared)
+                if cell.workload.id not in self._draws:
+                    draws = Draws(self._framework, self._device, cell.workload, question.seed, shared)
+                    self._draws[cell.workload.id] = draws
+                record = session.open(self._draws[cell.workload.id])
             self._sessions[cell.id] = session
             self._framework.trim()  # of what verification needed: other workers share the device
             return p.Opened(record, session.timed)
@@ -297,18 +304,6 @@ class Worker:
         # What a function imports only when it is called has been imported by now.
         reason = origin.other_code()
         return p.Refused(reason, not_in_ref=True) if reason else answer
-
-    def _warm_up(self, question: p.WarmUp) -> p.Answer:
-        session = self._sessions[question.cell]
-
-        def warm() -> p.Warm:
-            start = perf_counter_ns()
-            session.warm_up(question.clock, question.brief)
-            spent_ns = perf_counter_ns() - start
-            facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
-            return p.Warm(*facts, spent_ns)
-
-        return self._guarded(session.cell, warm)
 
     def _session(self, question: p.Open) -> Session | anchors.AnchorSession:
         cell = question.cell
@@ -319,44 +314,6 @@ class Worker:
         if isinstance(implementation, StepImplementation):
             return StepSession(self._framework, self._environment, implementation, cell, options)
         return Session(self._framework, self._environment, implementation, cell, options)
-
-    def _inputs(self, question: p.Open) -> Draws:
-        workload = question.cell.workload
-        if workload.id not in self._draws:
-            shared = None if question.shared is None else Path(question.shared)
-            self._draws[workload.id] = Draws(self._framework, self._device, workload, question.seed, shared)
-        return self._draws[workload.id]
-
-    def _sampling(self, cell: str, sample: Callable[[Any], list[float]]) -> p.Answer:
-        session = self._sessions[cell]
-
-        def take() -> p.Sampled:
-            began_ns = monotonic_ns()
-            ns = sample(session)
-            return p.Sampled(ns, session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
-
-        return self._guarded(session.cell, take)
-
-    def _examine_after(self, question: p.ExamineAfter) -> p.Answer:
-        session = self._sessions[question.cell]
-        assert isinstance(session, Session)
-
-        def examine() -> p.Done:
-            session.examine_after()
-            return p.Done()
-
-        return self._guarded(session.cell, examine)
-
-    def _take_block(self, question: p.TakeBlock) -> p.Answer:
-        session = self._sessions[question.cell]
-        assert isinstance(session, Session)
-
-        def take() -> p.BlockTaken:
-            began_ns = monotonic_ns()
-            block = session.block(question.calls)
-            return p.BlockTaken(block, began_ns, monotonic_ns())
-
-        return self._guarded(session.cell, take)
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer], opening: bool = False) -> p.Answer:
         """Run an action of a cell and return its answer; an exception becomes the cell's record.
@@ -392,28 +349,21 @@ class Worker:
         try:
             small = self._framework.copy(1024, self._device)
             self._framework.wait(small.run(None))
-            return isinstance(record, OutOfMemory) or self._inputs_are_intact(record.cell)
+            cell, used = record.cell, self._draws.get(record.cell.workload.id)
+            if isinstance(record, OutOfMemory) or used is None or cell.implementation in anchors.NAMES:
+                return True
+            layout = self._implementation(cell.implementation).layout
+            drawn = Draws(self._framework, self._device, cell.workload, used.seed)
+            pairs = zip(used.inputs(layout), drawn.inputs(layout))
+            return all(self._framework.same_bits(a, b) for mine, fresh in pairs for a, b in zip(mine, fresh))
         except Exception:
             return False
 
-    def _inputs_are_intact(self, cell: Cell) -> bool:
-        used = self._draws.get(cell.workload.id)
-        if used is None or cell.implementation in anchors.NAMES:
-            return True
-        layout = self._implementation(cell.implementation).layout
-        drawn = Draws(self._framework, self._device, cell.workload, used.seed)
-        pairs = zip(used.inputs(layout), drawn.inputs(layout))
-        return all(self._framework.same_bits(a, b) for mine, fresh in pairs for a, b in zip(mine, fresh))
-
-    def _trace(self, question: p.Trace) -> p.Answer:
-        try:
-            return p.Traced(str(self._sessions[question.cell].trace(Path(question.folder))))
-        except Exception as error:
-            return p.Refused(f"{type(error).__name__}: {error}")
-
     def _ceilings(self, question: p.MeasureCeilings) -> p.Answer:
         try:
-            return p.Measured(anchors.measure_ceilings(self._framework, self._device, question.dtype, question.brief))
+            return p.MeasuredCeilings(
+                anchors.measure_ceilings(self._framework, self._device, question.dtype, question.brief)
+            )
         except Exception as error:
             return p.Refused(f"{type(error).__name__}: {error}")
 
@@ -425,7 +375,39 @@ class Worker:
         return p.Done()
 
 
-def _is_refused(change: Change, when: str, ours: bool) -> bool:
+def _warm_up(session: Session | anchors.AnchorSession, question: p.WarmUp) -> p.Warm:
+    start = perf_counter_ns()
+    session.warm_up(question.clock, question.brief)
+    spent_ns = perf_counter_ns() - start
+    facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
+    return p.Warm(*facts, spent_ns)
+
+
+def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list[float]]) -> p.Sampled:
+    began_ns = monotonic_ns()
+    ns = sample()
+    return p.Sampled(ns, session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
+
+
+def _take_block(session: Session, question: p.TakeBlock) -> p.BlockTaken:
+    began_ns = monotonic_ns()
+    block = session.block(question.calls)
+    return p.BlockTaken(block, began_ns, monotonic_ns())
+
+
+def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
+    session.examine_after()
+    return p.Done()
+
+
+def _trace(session: Session | anchors.AnchorSession, question: p.Trace) -> p.Answer:
+    try:
+        return p.Traced(str(session.trace(Path(question.folder))))
+    except Exception as error:
+        return p.Refused(f"{type(error).__name__}: {error}")
+
+
+def _is_refused(change: StateChange, when: str, ours: bool) -> bool:
     """Return whether a cell cannot be measured after a change."""
     if not change.refused or (change.set_again and when in (LOADED, ASKED)):
         return False
@@ -433,22 +415,13 @@ def _is_refused(change: Change, when: str, ours: bool) -> bool:
     return change.harness or not ours
 
 
-def _change_text(change: Change, when: str, refused: bool) -> str:
+def _change_text(change: StateChange, when: str, refused: bool) -> str:
     text = f"changed {change.what} {when}"
     return f"{text}: {change.remedy or 'its time cannot be trusted'}" if refused else text
 
 
-def _is_ours(cell: Cell) -> bool:
-    return cell.implementation in anchors.NAMES or registry.origin(cell.implementation) == registry.OURS
-
-
-def _all_ours(question: p.Refusals | p.VerifyOnly) -> bool:
-    names = (
-        [question.implementation]
-        if isinstance(question, p.VerifyOnly)
-        else [cell.implementation for cell in question.cells]
-    )
-    return all(name in anchors.NAMES or registry.origin(name) == registry.OURS for name in names)
+def _is_ours(name: str) -> bool:
+    return name in anchors.NAMES or registry.origin(name) == registry.OURS
 
 
 def main() -> None:
@@ -465,6 +438,7 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
     die_with_parent(connection.fileno(), kill_descendants)
     try:
         answer = Worker(framework, device, state).answer
+        gc.freeze()  # each collection would take 0.3 s to walk the modules of the framework
     except errors.AttnBenchError as error:
         why = str(error)  # `error` itself is gone when the first question arrives
         answer = lambda question: p.Refused(why)  # noqa: E731

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from attnbench.measuring import anchors
-from attnbench.measuring.rates import Ceilings, above_roofline, cost_of, implausible, throughput_of
+from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
 from attnbench.run.machine import scratch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attnbench.run.launch import Listener, Request
 
 APART = "measured apart from others of its workload: device memory would not hold them all at once"
-ALONE = "measured apart from others of its workload: the worker that they shared ended twice between two questions"
+ALONE = "measured apart from others of its workload: the worker that they shared ended twice while it was idle"
 HEAVY_SHARE, CROWD_SHARE, BATCH_SHARE = 1 / 12, 1 / 2, 2 / 3
 """Shares of device memory, by what cells need at least: a cell above the first is measured after the others if all
 together need more than the second; such cells are batched up to the third."""
@@ -70,11 +70,11 @@ class WorkloadRun:
             self._run_together(light)
             for few in self._that_fit_together(heavy):
                 self._run_apart(few)
-            crowded = self._take_crowded()
+            crowded, self._crowded_out = self._crowded_out, []
             if 1 < len(crowded) < len(cells):
                 self._pool.dismiss_all()
                 self._run_apart(crowded)
-                crowded = self._take_crowded()
+                crowded, self._crowded_out = self._crowded_out, []
             self._in_company = False
             for cell in crowded:
                 self._pool.dismiss_all()
@@ -88,9 +88,7 @@ class WorkloadRun:
     def _heavy(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells to measure after the others, if the device's memory does not hold all at once."""
         shares = [self._share(cell) for cell in cells]
-        if sum(shares) <= CROWD_SHARE:
-            return []
-        return [cell for cell, share in zip(cells, shares, strict=True) if share > HEAVY_SHARE]
+        return [cell for cell, share in zip(cells, shares) if share > HEAVY_SHARE and sum(shares) > CROWD_SHARE]
 
     def _that_fit_together(self, heavy: Sequence[Cell]) -> Iterator[list[Cell]]:
         """Yield batches of cells that the device's memory holds at once, at least one cell each."""
@@ -112,10 +110,6 @@ class WorkloadRun:
         need = 0 if implementation is None else least_bytes(implementation.configured(cell.config), self._workload)
         return need / environment.memory_bytes
 
-    def _take_crowded(self) -> list[Cell]:
-        crowded, self._crowded_out = self._crowded_out, []
-        return crowded
-
     def _run_apart(self, cells: Sequence[Cell], why: str = APART) -> None:
         """Measure these cells without the others, and add `why` to the notes of their records."""
         self._run_together(cells)
@@ -133,7 +127,9 @@ class WorkloadRun:
             groups.setdefault(self._pool.group(cell.implementation), []).append(cell)
         self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
-        self._ceilings = self._measure_ceilings(groups) if self._request.measure else {}
+        environments = [self._pool.environment(group.framework) for group in groups if self._request.measure]
+        devices = dict.fromkeys(environment.device for environment in environments if environment is not None)
+        self._ceilings = {device: self._pool.ceilings(self._workload.dtype, device) for device in devices}
         timed = [one for one in self._open_all(groups) if one.opened.timed]
         while timed:
             try:
@@ -143,34 +139,36 @@ class WorkloadRun:
             except CellDied as dead:
                 self._finish_lost(timed)
                 self._record_lost(dead)
-                survivors = [one.cell for one in timed if one.group == dead.group and self._is_open(one.cell)]
-                others = [one for one in timed if one.group != dead.group and self._is_open(one.cell)]
-                timed = [*others, *(one for one in self._open_group(dead.group, survivors) if one.opened.timed)]
+                timed = self._open_again(dead.group, timed)
             except SessionsLost as lost:
-                timed = self._open_again(lost, timed)
+                self._finish_lost(timed)
+                self._note_lost_sessions(lost, timed)
+                timed = self._open_again(lost.group, timed)
         used = [*groups, *(group for group in self._anchored if group not in groups)]
         with ThreadPoolExecutor(len(used) or 1) as threads:
             list(threads.map(self._quietly_release, used))
 
-    def _open_again(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Return the cells to measure after a worker ended between two questions.
+    def _note_lost_sessions(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> None:
+        """Decide what becomes of the cells of a worker that ended between two questions.
 
-        The first time, its cells are opened again. The second time, each of them is put off to be measured alone; a
-        cell that was alone already has failed, and so has an anchor.
+        The first time, they are opened again. The second time, each of them is put off to be measured alone; a cell
+        that was alone already has failed, and so has an anchor.
         """
-        self._finish_lost(timed)
-        mine = [one.cell for one in timed if one.group == lost.group and self._is_open(one.cell)]
-        others = [one for one in timed if one.group != lost.group and self._is_open(one.cell)]
-        if lost.group in self._lost_once and len(mine) > 1:
-            self._suspects += mine
-            mine = []
+        cells = [one.cell for one in timed if one.group == lost.group and self._is_open(one.cell)]
+        if lost.group in self._lost_once and len(cells) > 1:
+            self._suspects += cells
         elif lost.group in self._lost_once:
-            died = WorkerDied("failed", "its process ended between two questions, twice")
+            died = WorkerDied("failed", "its process ended while it was idle, twice")
             self._record_lost(cell_died(lost.cell, lost.group, self._pool, died))
-            mine = [cell for cell in mine if self._is_open(cell)]
         self._lost_once.add(lost.group)
-        self._listener.warning(f"a {lost.group.framework} worker ended between two questions: its cells start again")
-        return [*others, *(one for one in self._open_group(lost.group, mine) if one.opened.timed)]
+        self._listener.warning(f"a {lost.group.framework} worker ended while it was idle: its cells start again")
+
+    def _open_again(self, group: Group, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
+        """Return the cells that are still to be measured; those of the group are opened again in a new worker."""
+        remaining = [one for one in timed if self._is_open(one.cell)]
+        cells = [one.cell for one in remaining if one.group == group]
+        again = [one for one in self._open_group(group, cells) if one.opened.timed]
+        return [*(one for one in remaining if one.group != group), *again]
 
     def _finish_lost(self, timed: Sequence[RemoteCell]) -> None:
         """Store the records of cells that turned out wrong before the other cells start again."""
@@ -182,28 +180,24 @@ class WorkloadRun:
         """Return whether a cell has no final record yet and is not put off."""
         return cell.id not in self._records and cell not in (*self._crowded_out, *self._suspects)
 
-    def _measure_ceilings(self, groups: dict[Group, list[Cell]]) -> dict[str, Ceilings | None]:
-        environments = [self._pool.environment(group.framework) for group in groups]
-        devices = dict.fromkeys(environment.device for environment in environments if environment is not None)
-        return {device: self._pool.ceilings(self._workload.dtype, device) for device in devices}
-
     def _open_all(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
         """Open every cell: in parallel by worker on an accelerator, where compiling on the host takes the time; one
         after the other on a CPU, where they would slow each other down."""
         beside = {group: mine for group, mine in groups.items() if self._pool.accelerated(group.framework)}
-        opened = self._open_beside(beside) if beside else []
-        alone = [(group, mine) for group, mine in groups.items() if group not in beside]
-        return [*opened, *(one for group, mine in alone for one in self._open_group(group, mine))]
-
-    def _open_beside(self, groups: dict[Group, list[Cell]]) -> list[RemoteCell]:
-        with ThreadPoolExecutor(len(groups)) as threads:
+        opened: list[RemoteCell] = []
+        with ThreadPoolExecutor(len(beside) or 1) as threads:
             try:
-                return [one for opened in threads.map(self._open_group, groups, groups.values()) for one in opened]
+                for cells in threads.map(self._open_group, beside, beside.values()):
+                    opened += cells
             except BaseException:
                 self._abandoned = True
-                for group in groups:
+                for group in beside:
                     self._pool.dismiss(group)  # or the pool would wait for whatever its threads are waiting for
                 raise
+        for group, mine in groups.items():
+            if group not in beside:
+                opened += self._open_group(group, mine)
+        return opened
 
     def _open_group(self, group: Group, cells: Sequence[Cell]) -> list[RemoteCell]:
         """Open the cells of a worker one by one; if one brings it down, those opened before are opened again."""
@@ -223,10 +217,7 @@ class WorkloadRun:
         # What a user function's process computes is no truth for others: it shares no folder with them.
         shared = None if group.has_user_code else str(self._shared)
         question = p.Open(cell, request.thorough, request.measure, request.clock, self._seed, shared)
-        try:
-            answer = self._pool.ask(group, question, request.timeout_s)
-        except WorkerDied as died:
-            raise cell_died(cell, group, self._pool, died) from died
+        answer = ask_about(cell, group, self._pool, question, request.timeout_s)
         if isinstance(answer, p.Refused):
             raise cell_died(cell, group, self._pool, WorkerDied("failed", answer.reason))
         self._listener.verified(cell, isinstance(answer, p.Opened))
@@ -251,9 +242,12 @@ class WorkloadRun:
             return
         if self._request.in_process and record.implementation not in anchors.NAMES:
             record = msgspec.structs.replace(record, isolation="in-process")
-        self._records[_key(record)] = record
         if record.implementation not in anchors.NAMES:
+            self._records[record.cell.id] = record
             self._listener.finished(record)
+            return
+        sitting = "" if record.time is None else f" {record.time.sitting}"  # each sitting has anchors of its own
+        self._records[f"{record.cell.id}{sitting}"] = record
 
     def _shares_memory(self, record: Record) -> bool:
         """Return whether other workers held memory of the device on which a cell ran out of memory."""
@@ -269,7 +263,11 @@ class WorkloadRun:
         for one in timed:
             self._listener.stage(one.cell, "measure")
         companions = [one for one in self._anchors(timed) if self._warmed(one)]
-        timed = self._on_one_clock([one for one in timed if self._warmed(one)])
+        timed = [one for one in timed if self._warmed(one)]
+        # If one cell is published by kernel time, all are that can be.
+        self._by_kernel = self._by_kernel or any(one.steady.clock == "kernel" for one in timed)
+        if self._by_kernel:
+            timed = [one for one in timed if "kernel" not in one.steady.other_clocks or self._warmed(one, "kernel")]
         if not timed:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
@@ -304,13 +302,6 @@ class WorkloadRun:
                 self._ceilings[device] = self._pool.ceilings(self._workload.dtype, device, again=True)
                 return
 
-    def _on_one_clock(self, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Return the cells ready for sampling by one clock: if one is published by kernel time, all are that can be."""
-        self._by_kernel = self._by_kernel or any(one.steady.clock == "kernel" for one in timed)
-        if not self._by_kernel:
-            return list(timed)
-        return [one for one in timed if "kernel" not in one.steady.other_clocks or self._warmed(one, "kernel")]
-
     def _warmed(self, one: RemoteCell, clock: str | None = None) -> bool:
         try:
             one.warm_up(clock)
@@ -333,10 +324,7 @@ class WorkloadRun:
 
     def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
         question = p.Open(cell, False, True, None, self._seed)
-        try:
-            answer = self._pool.ask(group, question, self._request.timeout_s)
-        except WorkerDied as died:
-            raise cell_died(cell, group, self._pool, died) from died
+        answer = ask_about(cell, group, self._pool, question, self._request.timeout_s)
         if not isinstance(answer, p.Opened):
             reason = getattr(getattr(answer, "record", answer), "reason", type(answer).__name__)
             self._listener.warning(f"{cell.implementation} could not be opened: {reason}")
@@ -393,12 +381,7 @@ class WorkloadRun:
             if one.cell.id in self._traced:
                 continue
             question = p.Trace(one.cell.id, str(self._request.trace))
-            try:
-                answer = self._pool.ask(one.group, question, self._request.timeout_s)
-            except WorkerDied as died:
-                raise cell_died(one.cell, one.group, self._pool, died) from died
-            if isinstance(answer, p.Refused) and answer.not_open:
-                raise SessionsLost(one.cell, one.group)
+            answer = ask_about(one.cell, one.group, self._pool, question, self._request.timeout_s)
             self._traced.add(one.cell.id)
             if isinstance(answer, p.Traced):
                 self._listener.warning(f"trace of {one.cell.id}: {answer.path}")
@@ -413,12 +396,6 @@ class WorkloadRun:
             self._listener.warning(f"a {group[0]} worker ended between workloads: {died.reason}")
 
 
-def _key(record: Record) -> str:
-    """Return the cell's id; for a timed anchor with its sitting, because each sitting has anchors of its own."""
-    sitting = record.time.sitting if record.implementation in anchors.NAMES and record.time is not None else ""
-    return f"{record.cell.id} {sitting}" if sitting else record.cell.id
-
-
 def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
     """Return the summary of the main program's samples and of each part's."""
     clock = one.steady.clock
@@ -427,7 +404,7 @@ def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
 
 def _warnings(time: Time) -> tuple[str, ...]:
     if time.ci95_ns is None:
-        return ("unstable samples: one round says nothing of the spread",)
+        return ("unstable samples: a single round does not show the spread",)
     half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
     return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()
 
@@ -458,9 +435,21 @@ def cell_died(cell: Cell, group: Group, pool: Pool, died: WorkerDied) -> CellDie
     return CellDied(cell, group, died.record(environment=pool.environments.get(group), **facts))
 
 
+def ask_about(cell: Cell, group: Group, pool: Pool, question: p.Question, timeout_s: float) -> p.Answer:
+    """Return the answer to a question about a cell; raises CellDied if it ended its worker, SessionsLost if the worker
+    had ended before."""
+    try:
+        answer = pool.ask(group, question, timeout_s)
+    except WorkerDied as died:
+        raise cell_died(cell, group, pool, died) from died
+    if isinstance(answer, p.Refused) and answer.not_open:
+        raise SessionsLost(cell, group)
+    return answer
+
+
 @dataclass
 class RemoteCell:
-    """A cell that is open in a worker; a Source for `interleave`."""
+    """A cell that is open in a worker; a SampleSource for `interleave`."""
 
     cell: Cell
     group: Group
@@ -506,7 +495,7 @@ class RemoteCell:
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """Return nanoseconds per call; raises Dropped if the cell turned out wrong, CellDied if it ended its worker,
         and SessionsLost if the worker had ended before."""
-        return self._sampled(p.Sample(self.cell.id, part, count, calls, self.steady.clock))
+        return self._sampled(p.TakeSample(self.cell.id, part, count, calls, self.steady.clock))
 
     def sample_other(self, clock: str) -> list[float]:
         """Return nanoseconds per call of the main program by another clock."""
@@ -529,12 +518,7 @@ class RemoteCell:
         return answer.ns
 
     def _ask(self, question: p.Question) -> p.Answer:
-        try:
-            answer = self.pool.ask(self.group, question, self.timeout_s)
-        except WorkerDied as died:
-            raise cell_died(self.cell, self.group, self.pool, died) from died
-        if isinstance(answer, p.Refused) and answer.not_open:
-            raise SessionsLost(self.cell, self.group)
+        answer = ask_about(self.cell, self.group, self.pool, question, self.timeout_s)
         if isinstance(answer, p.Refused):
             raise cell_died(self.cell, self.group, self.pool, WorkerDied("failed", answer.reason))
         if not isinstance(answer, p.Closed):

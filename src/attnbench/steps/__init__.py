@@ -22,6 +22,12 @@ class StepKind(ABC):
     """One kind of step: how inputs and weights are drawn, and the true outputs."""
 
     name: str
+    forward_outputs: tuple[str, ...] = ("out",)
+    """Names of what a forward pass returns, in order."""
+    gradient_outputs: tuple[str, ...] = ()
+    """Names of the gradients, in order; each begins with a d."""
+    gradients_alone = False
+    """Whether pass "backward" returns the gradients alone, not the forward outputs as well."""
 
     @abstractmethod
     def draw(self, workload: Workload, seed: int) -> Values:
@@ -36,9 +42,12 @@ class StepKind(ABC):
         """
 
     def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the names of what an implementation returns, in order; gradients begin with a d."""
-        del workload
-        return ("out",)
+        """Return the names of what an implementation returns, in order."""
+        if not workload.needs_gradients:
+            return self.forward_outputs
+        if workload.pass_ == "backward" and self.gradients_alone:
+            return self.gradient_outputs
+        return self.forward_outputs + self.gradient_outputs
 
     def small(self, workload: Workload) -> Workload:
         """Return the workload that is checked: the given one, with large sizes reduced."""
@@ -70,8 +79,8 @@ KINDS = {
     "pi0-block": "attnbench.steps.pi0:PI0_BLOCK",
     "pi0-model": "attnbench.steps.pi0:PI0_MODEL",
     "pi0-sampler": "attnbench.steps.pi0:PI0_SAMPLER",
-    "pi0-fast-prefill": "attnbench.steps.pi0_fast:PREFILL",
-    "pi0-fast-decode": "attnbench.steps.pi0_fast:DECODE",
+    "pi0-fast-prefill": "attnbench.steps.pi0:PI0_FAST_PREFILL",
+    "pi0-fast-decode": "attnbench.steps.pi0:PI0_FAST_DECODE",
 }
 
 

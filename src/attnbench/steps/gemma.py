@@ -47,14 +47,14 @@ def in_float32(rounded: Rounded) -> Rounded:
 
 
 def tensors(values: Mapping[str, np.ndarray], leaves: Sequence[str] = ()) -> dict[str, Any]:
-    """Return float64 tensors, which require gradients if they are differentiated by; whole numbers stay whole."""
+    """Return float64 tensors, those of `leaves` with requires_grad; whole numbers stay whole."""
     import torch
 
-    whole = {name: torch.tensor(one.astype(np.int64)) for name, one in values.items() if one.dtype.kind in "iu"}
-    rest = {name: torch.tensor(np.asarray(one, np.float64)) for name, one in values.items() if name not in whole}
+    integer = {name: torch.tensor(x.astype(np.int64)) for name, x in values.items() if x.dtype.kind in "iu"}
+    floating = {name: torch.tensor(np.asarray(x, np.float64)) for name, x in values.items() if name not in integer}
     for name in leaves:
-        rest[name].requires_grad_()
-    return whole | rest
+        floating[name].requires_grad_()
+    return integer | floating
 
 
 def visible(w: Workload) -> Any:
@@ -66,13 +66,13 @@ def visible(w: Workload) -> Any:
     return torch.tensor(np.asarray(w.visible_mask.predicate(w.mask_shape, np)(first, first, *places)))
 
 
-def normed(x: Any, scale: Any) -> Any:
+def rms_norm(x: Any, scale: Any) -> Any:
     """Return x divided by the root of its mean square and scaled."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + scale)
 
 
-def turned(x: Any, first: int) -> Any:
-    """Return [b, t, n, h] with halves rotated by position; the first token stands at `first`."""
+def rotated(x: Any, first: int) -> Any:
+    """Return [b, t, n, h] with halves rotated by position; the first token is at position `first`."""
     import torch
 
     half = x.shape[-1] // 2
@@ -82,11 +82,11 @@ def turned(x: Any, first: int) -> Any:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
 
-def attended(q: Any, k: Any, v: Any, seen: Any) -> Any:
+def attend(q: Any, k: Any, v: Any, seen: Any) -> Any:
     """Return attention of scaled queries [b, t, n, h] over k and v [b, s, k, h]."""
     import torch
 
-    k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     logits = torch.einsum("btnh,bsnh->bnts", q, k).masked_fill(~seen, -torch.inf)
     return torch.einsum("bnts,bsnh->btnh", logits.softmax(-1), v)
 
@@ -103,22 +103,24 @@ def joint_attention(
     """Return each expert's tokens after its own projections and one attention over all tokens and the cache."""
     import torch
 
-    q = torch.cat([store(torch.einsum("btd,ndh->btnh", x, one["q_einsum"])) for x, one in zip(xs, experts)], 1)
-    pairs = [store(torch.einsum("bsd,ckdh->cbskh", x, one["kv_einsum"])) for x, one in zip(xs, experts)]
+    q = torch.cat([store(torch.einsum("btd,ndh->btnh", x, expert["q_einsum"])) for x, expert in zip(xs, experts)], 1)
+    pairs = [store(torch.einsum("bsd,ckdh->cbskh", x, expert["kv_einsum"])) for x, expert in zip(xs, experts)]
     k, v = torch.cat(pairs, 2)
-    q, k = store(turned(q, first) * q.shape[-1] ** -0.5), store(turned(k, first))
+    q, k = store(rotated(q, first) * q.shape[-1] ** -0.5), store(rotated(k, first))
     if cache is not None:
         k, v = (torch.cat([old, new], 1) for old, new in zip(cache, (k, v)))
-    parts = store(attended(q, k, v, seen)).split([x.shape[1] for x in xs], 1)
-    outs = [store(torch.einsum("btnh,nhd->btd", part, one["attn_vec_einsum"])) for part, one in zip(parts, experts)]
+    parts = store(attend(q, k, v, seen)).split([x.shape[1] for x in xs], 1)
+    outs = [
+        store(torch.einsum("btnh,nhd->btd", part, expert["attn_vec_einsum"])) for part, expert in zip(parts, experts)
+    ]
     return outs, (k, v)
 
 
-def fed(x: Any, weights: Weights, store: Store) -> Any:
+def feed_forward(x: Any, weights: Weights, store: Store) -> Any:
     """Return the gated feed-forward layer."""
     import torch
 
-    gate, value = (store(x @ one) for one in weights["gating_einsum"])
+    gate, value = (store(x @ weight) for weight in weights["gating_einsum"])
     return store(store(torch.nn.functional.gelu(gate, approximate="tanh") * value) @ weights["linear"])
 
 
@@ -132,11 +134,11 @@ def joint_block(
     cache: Cache | None = None,
 ) -> tuple[list[Any], Cache]:
     """Return each expert's tokens after attention and feed-forward with their norms and residuals."""
-    normal = [store(normed(x, one["pre_attention_norm"])) for x, one in zip(xs, experts)]
-    added, cache = joint_attention(normal, experts, seen, store, first=first, cache=cache)
-    xs = [store(x + more) for x, more in zip(xs, added)]
-    normal = [store(normed(x, one["pre_ffw_norm"])) for x, one in zip(xs, experts)]
-    return [store(x + fed(n, one, store)) for x, n, one in zip(xs, normal, experts)], cache
+    normed = [store(rms_norm(x, expert["pre_attention_norm"])) for x, expert in zip(xs, experts)]
+    attended, cache = joint_attention(normed, experts, seen, store, first=first, cache=cache)
+    xs = [store(x + more) for x, more in zip(xs, attended)]
+    normed = [store(rms_norm(x, expert["pre_ffw_norm"])) for x, expert in zip(xs, experts)]
+    return [store(x + feed_forward(n, expert, store)) for x, n, expert in zip(xs, normed, experts)], cache
 
 
 PROJECTIONS = ("q_einsum", "kv_einsum", "attn_vec_einsum")
@@ -158,7 +160,7 @@ def normals(seed: int) -> Normal:
     return normal
 
 
-def drawn(
+def draw_expert(
     normal: Normal,
     w: Workload,
     width: int,
@@ -188,7 +190,6 @@ def of_layer(arrays: Mapping[str, Any], layer: int | None = None, suffix: str = 
     return named if layer is None else {name: array[layer] for name, array in named.items()}
 
 
-FORWARD, GRADIENTS = ("out",), ("dx", *(f"d_{name}" for name in WEIGHTS))
 CHECKED_TOKENS, CHECKED_GROUP = 64, 2
 
 
@@ -196,10 +197,8 @@ class GemmaStack(StepKind):
     """Gemma blocks with openpi's weights by name and shape, stacked over the layers."""
 
     name = "gemma-stack"
-
-    def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the names of the output, and of the gradients of x and of the five products of the layers."""
-        return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
+    gradient_outputs = ("dx", *(f"d_{name}" for name in WEIGHTS))
+    gradients_alone = True
 
     def small(self, workload: Workload) -> Workload:
         """Return the workload with fewer heads and tokens and the same head_dim, which decides between kernels."""
@@ -210,17 +209,15 @@ class GemmaStack(StepKind):
         return msgspec.structs.replace(workload, **sizes, heads=heads, kv_heads=kv_heads)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Return weights of variance 1 / fan-in, with norms near 1."""
         w, normal, width = workload, normals(seed), gemma_width(workload)
         return {
             "x": normal(w.batch, w.q_len, width),
-            **drawn(normal, w, width, 8 * width, (GEMMA_DEPTH,)),
+            **draw_expert(normal, w, width, 8 * width, (GEMMA_DEPTH,)),
             "final_norm": normal(width, fan_in=100),
             "dout": normal(w.batch, w.q_len, width),
         }
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs layer by layer in float64."""
         import torch
 
         leaves = ("x", *WEIGHTS) if workload.needs_gradients else ()
@@ -228,13 +225,13 @@ class GemmaStack(StepKind):
         store, seen, xs = storing(rounded), visible(workload), [arrays["x"]]
         for layer in range(GEMMA_DEPTH):
             xs, _ = joint_block(xs, [of_layer(arrays, layer)], seen, store)
-        out = store(normed(xs[0], arrays["final_norm"]))
-        found = {"out": out.detach().numpy()}
+        out = store(rms_norm(xs[0], arrays["final_norm"]))
+        outputs = {"out": out.detach().numpy()}
         if not workload.needs_gradients:
-            return found
+            return outputs
         gradients = torch.autograd.grad(out, [arrays[name] for name in leaves], arrays["dout"])
-        found |= {name: rounded(one.numpy()) for name, one in zip(GRADIENTS, gradients)}
-        return found if workload.pass_ == "train" else {name: found[name] for name in GRADIENTS}
+        outputs |= {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
+        return {name: outputs[name] for name in self.outputs(workload)}
 
 
 GEMMA_STACK = GemmaStack()
@@ -268,7 +265,7 @@ class TorchGemmaStack(StepImplementation):
         if impl not in ("standard", "sdpa", "auto"):
             chosen = registry.get(impl)
             if chosen.framework != "torch" or chosen.step:
-                raise UsageError(f"{self.name} takes an attention of torch, not {impl}.")
+                raise UsageError(f"{self.name} takes an attention implementation of torch, not {impl}.")
         return self
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -305,9 +302,9 @@ class TorchGemmaStack(StepImplementation):
             x = x.detach().requires_grad_()
             out = stack(x, positions)
             weights = [getattr(layer, name) for name in WEIGHTS for layer in stack.layers]
-            dx, *found = torch.autograd.grad(out, (x, *weights), dout)
+            dx, *of_layers = torch.autograd.grad(out, (x, *weights), dout)
             depth = len(stack.layers)
-            stacked = [torch.stack(found[n * depth : (n + 1) * depth]) for n in range(len(WEIGHTS))]
+            stacked = [torch.stack(of_layers[n * depth : (n + 1) * depth]) for n in range(len(WEIGHTS))]
             return (dx, *stacked) if workload.pass_ == "backward" else (out.detach(), dx, *stacked)
 
         return run

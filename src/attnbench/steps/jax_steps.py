@@ -50,6 +50,9 @@ class JaxModelStep(StepImplementation):
         missing = [name for name in ("flax", "torch") if importlib.util.find_spec(name) is None]
         return f'needs {" and ".join(missing)}: pip install "attnbench[models,torch]"' if missing else None
 
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return unsupported(workload)
+
     def path(self, config: Config) -> dict[str, Any]:
         """Return the models' fields that choose the attention."""
         if not self._flash:
@@ -87,9 +90,9 @@ def projections_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Ar
 def products_of(tree: Mapping[str, Any], suffixes: Sequence[str]) -> tuple[Array, ...]:
     """Return the products of a block's tree, expert by expert."""
     return tuple(
-        one
+        product
         for end in suffixes
-        for one in (*projections_of(tree["attn"], (end,)), *(tree[f"mlp{end}"][name] for name in FEED_FORWARD))
+        for product in (*projections_of(tree["attn"], (end,)), *(tree[f"mlp{end}"][name] for name in FEED_FORWARD))
     )
 
 
@@ -137,21 +140,14 @@ STANDARD = JaxGemmaStack("gemma-stack", flash=False)
 FLASH = JaxGemmaStack("gemma-stack", flash=True)
 
 
-class JaxPi0(JaxModelStep):
-    """One of pi0's or pi0-FAST's steps."""
-
-    def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return unsupported(workload)
-
-
 def sizes(w: Workload) -> list[Sizes]:
     """Return the configurations of both experts."""
     from attnbench.models.gemma_config import Config as Sizes
 
-    return [Sizes(one.width, depth(w), one.wide, w.heads, w.kv_heads, w.head_dim) for one in experts(w)]
+    return [Sizes(expert.width, depth(w), expert.wide, w.heads, w.kv_heads, w.head_dim) for expert in experts(w)]
 
 
-class JaxPi0Attention(JaxPi0):
+class JaxPi0Attention(JaxModelStep):
     """`gemma.Attention` or `gemma.Block` with pi0's two experts."""
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
@@ -192,7 +188,7 @@ ATTENTION, ATTENTION_FLASH = (JaxPi0Attention("pi0-attention", flash) for flash 
 BLOCK, BLOCK_FLASH = (JaxPi0Attention("pi0-block", flash) for flash in (False, True))
 
 
-class JaxPi0Model(JaxPi0):
+class JaxPi0Model(JaxModelStep):
     """pi0's velocity and loss: blocks in a scan, each recomputed in the backward pass; layers around actions in
     float32."""
 
@@ -273,7 +269,7 @@ MODEL, MODEL_FLASH = (JaxPi0Model("pi0-model", flash) for flash in (False, True)
 SAMPLER, SAMPLER_FLASH = (JaxPi0Sampler("pi0-sampler", flash) for flash in (False, True))
 
 
-class JaxPi0Fast(JaxPi0):
+class JaxPi0Fast(JaxModelStep):
     """Base of pi0-FAST's steps: the model and its tree."""
 
     def tree(self, arrays: Mapping[str, Array]) -> dict[str, Any]:

@@ -18,18 +18,14 @@ from attnbench.masks.cuts import split_blocks
 from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps import Outputs, Rounded, StepImplementation, StepKind, Values
 
-FORWARD, GRADIENTS = ("out",), ("dx", "d_in", "d_back")
-
 
 class Multihead(StepKind):
     """Projections and attention. `w_in` is [e, (heads + 2 kv_heads) * dim], Q, K and V side by side; `w_back` is [heads
     * dim, e]."""
 
     name = "multihead"
-
-    def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the names of the output, and of the gradients of x and of both weights."""
-        return {"forward": FORWARD, "backward": GRADIENTS, "train": FORWARD + GRADIENTS}[workload.pass_]
+    gradient_outputs = ("dx", "d_in", "d_back")
+    gradients_alone = True
 
     def draw(self, workload: Workload, seed: int) -> Values:
         """Return inputs and weights; weights of variance 1 / e keep every stage at variance 1."""
@@ -47,29 +43,25 @@ class Multihead(StepKind):
         }
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs stage by stage in float64."""
         w = workload
         x, w_in, w_back, dout = (values[name].astype(np.float64) for name in ("x", "w_in", "w_back", "dout"))
-        q, k, v = self._heads(w, rounded(x @ w_in))
+        width, kv_width = w.heads * w.head_dim, w.kv_heads * w.head_dim
+        parts = np.split(rounded(x @ w_in), [width, width + kv_width], axis=-1)
+        q, k, v = (part.reshape(*part.shape[:2], -1, w.head_dim) for part in parts)
         attended, _ = reference.attention(w, q, k, v)
         attended = rounded(attended).reshape(*x.shape)
-        found = {"out": rounded(attended @ w_back)}
+        outputs = {"out": rounded(attended @ w_back)}
         if not w.needs_gradients:
-            return found
+            return outputs
         d_attended = rounded(dout @ w_back.T)
         grads = reference.attention_gradients(w, q, k, v, d_attended.reshape(q.shape))
         d_projected = rounded(np.concatenate([grad.reshape(*x.shape[:2], -1) for grad in grads], axis=-1))
-        found |= {
+        outputs |= {
             "dx": rounded(d_projected @ w_in.T),
             "d_in": rounded(np.einsum("bse,bsf->ef", x, d_projected)),
             "d_back": rounded(np.einsum("bse,bsf->ef", attended, dout)),
         }
-        return found if w.pass_ == "train" else {name: found[name] for name in GRADIENTS}
-
-    def _heads(self, w: Workload, projected: np.ndarray) -> list[np.ndarray]:
-        width, kv_width = w.heads * w.head_dim, w.kv_heads * w.head_dim
-        parts = np.split(projected, [width, width + kv_width], axis=-1)
-        return [part.reshape(*part.shape[:2], -1, w.head_dim) for part in parts]
+        return {name: outputs[name] for name in self.outputs(w)}
 
 
 MULTIHEAD = Multihead()
@@ -84,8 +76,8 @@ class TorchMultiheadDilated(StepImplementation):
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self._kind = name, kind
-        module = kind.replace("_", " ")
-        self.description = f"Step multihead in PyTorch: the {module} dilated module with its projections."
+        words = kind.replace("_", " ")
+        self.description = f"Step multihead in PyTorch: the {words} dilated module with its projections."
         if "ring" in kind:
             self.by_name_only = (
                 "on one rank it computes the same as the other dilated modules: torch.ring measures several ranks"
@@ -95,7 +87,7 @@ class TorchMultiheadDilated(StepImplementation):
         mask = workload.visible_mask
         blocks = "blocks" in mask.kinds
         if blocks != ("block_sparse" in self._kind):
-            return "takes a dilated mask met with blocks" if not blocks else "takes a dilated mask without blocks"
+            return "takes a dilated mask combined with blocks" if not blocks else "takes a dilated mask without blocks"
         if workload.q_len != workload.kv_len or workload.value_dim != workload.head_dim:
             return "takes self-attention with values as wide as keys"
         return first_reason(needs_dilated(_without_blocks(workload)), needs_no_softcap(workload))
@@ -104,7 +96,7 @@ class TorchMultiheadDilated(StepImplementation):
         """Return the module with these weights, x, and the cotangent."""
         from torch import nn
 
-        from attnbench.nn.factory import create_multihead_dilated_attention
+        from attnbench.nn import create_multihead_dilated_attention
 
         problem = problem_of(_without_blocks(workload))
         blocks = split_blocks(workload.visible_mask)
@@ -145,8 +137,8 @@ class TorchMultiheadDilated(StepImplementation):
 
 
 def _without_blocks(workload: Workload) -> Workload:
-    found = split_blocks(workload.visible_mask)
-    return workload if found is None else msgspec.structs.replace(workload, mask=found[1])
+    split = split_blocks(workload.visible_mask)
+    return workload if split is None else msgspec.structs.replace(workload, mask=split[1])
 
 
 DILATED = TorchMultiheadDilated("torch.multihead-dilated", "standard")

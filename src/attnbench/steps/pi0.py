@@ -1,4 +1,8 @@
-"""The steps of pi0, with their references: attention and block of two experts, the flow-matching loss, the sampler."""
+"""The steps of pi0 and pi0-FAST, with their references.
+
+pi0's are attention and block of two experts, the flow-matching loss, and the sampler; pi0-FAST's are the prefill of a
+cache by a prompt, and the decoding of given tokens one by one.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,14 @@ from attnbench.steps.gemma import (
     PROJECTIONS,
     WEIGHTS,
     Normal,
-    drawn,
+    Store,
+    draw_expert,
     in_float32,
     joint_attention,
     joint_block,
     normals,
-    normed,
     of_layer,
+    rms_norm,
     storing,
     tensors,
     visible,
@@ -38,9 +43,21 @@ from attnbench.workloads.steps import (
     experts,
     in_blocks,
     parts,
+    text_tokens,
     vocabulary,
 )
 
+BLOCKS = "a block_causal mask of the blocks (prefix, 1, actions)"
+FORMS = {
+    **dict.fromkeys(("pi0-attention", "pi0-block", "pi0-model"), f"{BLOCKS}, with all tokens as queries"),
+    "pi0-sampler": f"{BLOCKS}, with state and actions as queries",
+    "pi0-fast-prefill": (
+        "a prompt of q_len tokens in a cache of kv_len: lengths of q_len in every row, or a full square"
+    ),
+    "pi0-fast-decode": "a causal mask with q_len tokens to decode behind a prompt of kv_len - q_len",
+}
+"""Mask and lengths that each step takes."""
+FORWARD_ONLY = ("pi0-sampler", "pi0-fast-prefill", "pi0-fast-decode")
 CHECKED_BATCH, CHECKED_GROUP, CHECKED_ACTIONS, CHECKED_STEPS = 2, 2, 5, 4
 CHECKED_PROMPT = 144
 """Tokens of a checked prompt: enough that a flash path treats them like more (it leaves short blocks to XLA)."""
@@ -55,54 +72,24 @@ def unsupported(w: Workload) -> str | None:
     if w.kv_heads == w.heads:
         return "takes grouped heads, as Gemma has them"
     if w.head_dim % 2 or w.heads * w.head_dim % 4:
-        return "takes an even head_dim and a width that 4 divides: half of it is the action expert's"
-    return _FORMS[w.step](w)
+        return "needs an even head_dim, and heads x head_dim divisible by 4: the action expert has half that width"
+    form = FORMS[w.step]
+    if not _has_form(w):
+        return f"takes {form}"
+    return "runs forward only" if w.step in FORWARD_ONLY and w.needs_gradients else None
 
 
-def _joint(w: Workload) -> str | None:
-    if w.q_len != w.kv_len or not _is_pi0(w):
-        return "takes a block_causal mask of the blocks (prefix, 1, actions), all tokens of which are queries"
-    return None
-
-
-def _sampler(w: Workload) -> str | None:
-    blocks = block_sizes(w) if _is_pi0(w) else None
-    if blocks is None or w.q_len != w.kv_len - blocks[0]:
-        return "takes a block_causal mask of the blocks (prefix, 1, actions), state and actions of which are queries"
-    return _only_forward(w)
-
-
-def _prefill(w: Workload) -> str | None:
-    mask = w.visible_mask
-    in_cache = isinstance(mask, masks.Lengths) and bool((mask.kv_lengths.array == w.q_len).all())
-    if not in_cache and not (isinstance(mask, masks.Full) and w.q_len == w.kv_len):
-        return "takes a prompt of q_len tokens in a cache of kv_len: lengths of q_len in every row, or a full square"
-    return _only_forward(w)
-
-
-def _decode(w: Workload) -> str | None:
-    if w.visible_mask != masks.causal() or w.q_len >= w.kv_len:
-        return "takes a causal mask with q_len tokens to decode behind a prompt of kv_len - q_len"
-    return _only_forward(w)
-
-
-def _is_pi0(w: Workload) -> bool:
-    blocks = block_sizes(w)
-    return blocks is not None and len(blocks) == 3 and blocks[1] == 1
-
-
-def _only_forward(w: Workload) -> str | None:
-    return "is run forward only" if w.needs_gradients else None
-
-
-_FORMS: dict[str, Callable[[Workload], str | None]] = {
-    "pi0-attention": _joint,
-    "pi0-block": _joint,
-    "pi0-model": _joint,
-    "pi0-sampler": _sampler,
-    "pi0-fast-prefill": _prefill,
-    "pi0-fast-decode": _decode,
-}
+def _has_form(w: Workload) -> bool:
+    """Return whether the workload has the mask and the lengths of FORMS."""
+    mask, blocks = w.visible_mask, block_sizes(w)
+    if w.step == "pi0-fast-prefill":
+        in_cache = isinstance(mask, masks.Lengths) and bool((mask.kv_lengths.array == w.q_len).all())
+        return in_cache or (isinstance(mask, masks.Full) and w.q_len == w.kv_len)
+    if w.step == "pi0-fast-decode":
+        return mask == masks.causal() and w.q_len < w.kv_len
+    if blocks is None or len(blocks) != 3 or blocks[1] != 1:
+        return False
+    return w.q_len == (w.kv_len - blocks[0] if w.step == "pi0-sampler" else w.kv_len)
 
 
 def small(w: Workload) -> Workload:
@@ -110,28 +97,6 @@ def small(w: Workload) -> Workload:
     head_dim."""
     heads = min(w.group, CHECKED_GROUP)
     return replace(w, heads=heads, kv_heads=1, batch=min(w.batch, CHECKED_BATCH), mask=masks.full())
-
-
-def small_in_blocks(w: Workload) -> Workload:
-    """Return the reduced workload of a mask in pi0's blocks."""
-    prefix, state, actions = parts(w)
-    blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
-    tokens = sum(blocks)
-    q_len = tokens if w.q_len == w.kv_len else tokens - blocks[0]
-    return replace(small(w), q_len=q_len, kv_len=tokens, mask=in_blocks(*blocks))
-
-
-def small_prompt(w: Workload) -> Workload:
-    """Return the reduced workload of a prompt in a cache, whose free slots are kept if they are few."""
-    prompt, room = min(w.q_len, CHECKED_PROMPT), min(w.kv_len - w.q_len, CHECKED_STEPS)
-    few = replace(small(w), q_len=prompt, kv_len=prompt + room)
-    return replace(few, mask=masks.lengths([prompt] * few.batch)) if room else few
-
-
-def small_decode(w: Workload) -> Workload:
-    """Return the reduced workload of some decoding steps after a prompt."""
-    steps, prompt = min(w.q_len, CHECKED_STEPS), min(w.kv_len - w.q_len, CHECKED_PROMPT)
-    return replace(small(w), q_len=steps, kv_len=prompt + steps, mask=masks.causal())
 
 
 DRAWN_LAYERS = SMALL_DEPTH
@@ -155,28 +120,30 @@ def repeats(name: str, w: Workload) -> int:
 def whole(arrays: Mapping[str, Any], w: Workload, tile: Callable[..., Any]) -> dict[str, Any]:
     """Return all layers and the whole table, by NumPy's or JAX's `tile`."""
     times = {name: repeats(name, w) for name in arrays}
-    return {n: one if times[n] == 1 else tile(one, (times[n],) + (1,) * (one.ndim - 1)) for n, one in arrays.items()}
+    return {n: x if times[n] == 1 else tile(x, (times[n],) + (1,) * (x.ndim - 1)) for n, x in arrays.items()}
 
 
-OUTPUTS_OF_TWO = ("out", "out_1")
+class Pi0Kind(StepKind):
+    """Step on a mask in pi0's blocks."""
+
+    def small(self, workload: Workload) -> Workload:
+        w, (prefix, state, actions) = workload, parts(workload)
+        blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
+        tokens = sum(blocks)
+        q_len = tokens if w.q_len == w.kv_len else tokens - blocks[0]
+        return replace(small(w), q_len=q_len, kv_len=tokens, mask=in_blocks(*blocks))
 
 
-class Pi0Joint(StepKind):
+class Pi0Joint(Pi0Kind):
     """Layer of two experts with openpi's weights by name and shape; names of the action expert's end in _1."""
+
+    forward_outputs = ("out", "out_1")
 
     def __init__(self, name: str, products: Sequence[str], norms: Sequence[str], compute: Any) -> None:
         self.name, self._drawn, self._compute = name, (*products, *norms), compute
-        weights = [f"{one}{end}" for end in EXPERTS for one in products]
+        weights = [f"{product}{end}" for end in EXPERTS for product in products]
         self._leaves = ("x", "x_1", *weights)
-        self.gradients = ("dx", "dx_1", *(f"d_{name}" for name in weights))
-
-    def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the names of each expert's output, and of the gradients of its tokens and products."""
-        return OUTPUTS_OF_TWO + self.gradients if workload.needs_gradients else OUTPUTS_OF_TWO
-
-    def small(self, workload: Workload) -> Workload:
-        """Return the workload with fewer heads and tokens and the same head_dim."""
-        return small_in_blocks(workload)
+        self.gradient_outputs = ("dx", "dx_1", *(f"d_{name}" for name in weights))
 
     def draw(self, workload: Workload, seed: int) -> Values:
         """Return tokens of variance 1 and weights of variance 1 / fan-in."""
@@ -186,7 +153,7 @@ class Pi0Joint(StepKind):
         for end, tokens, expert in zip(EXPERTS, (prefix, state + actions), experts(w)):
             values[f"x{end}"] = normal(w.batch, tokens, expert.width)
             values[f"dout{end}"] = normal(w.batch, tokens, expert.width)
-            values |= drawn(normal, w, *expert, (), end, self._drawn)
+            values |= draw_expert(normal, w, *expert, (), end, self._drawn)
         return values
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
@@ -196,12 +163,12 @@ class Pi0Joint(StepKind):
         arrays = tensors(values, self._leaves if workload.needs_gradients else ())
         xs, weights = [arrays[f"x{end}"] for end in EXPERTS], [of_layer(arrays, suffix=end) for end in EXPERTS]
         outs, _ = self._compute(xs, weights, visible(workload), storing(rounded))
-        found = {name: out.detach().numpy() for name, out in zip(OUTPUTS_OF_TWO, outs)}
+        outputs = {name: out.detach().numpy() for name, out in zip(self.forward_outputs, outs)}
         if not workload.needs_gradients:
-            return found
+            return outputs
         leaves = [arrays[name] for name in self._leaves]
         gradients = torch.autograd.grad(outs, leaves, [arrays[f"dout{end}"] for end in EXPERTS])
-        return found | {name: rounded(one.numpy()) for name, one in zip(self.gradients, gradients)}
+        return outputs | {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
 
 
 PI0_ATTENTION = Pi0Joint("pi0-attention", PROJECTIONS, (), joint_attention)
@@ -210,29 +177,22 @@ PI0_BLOCK = Pi0Joint("pi0-block", WEIGHTS, NORMS, joint_block)
 
 PRODUCTS = tuple(f"{name}{end}" for end in EXPERTS for name in WEIGHTS)
 DENSE = ("state_proj", "action_in_proj", "action_time_mlp_in", "action_time_mlp_out", "action_out_proj")
-OUTPUTS_OF_MODEL = ("velocity", "loss")
-GRADIENTS = tuple(f"d_{name}" for name in (*PRODUCTS, *DENSE))
 SHORTEST, LONGEST = 4e-3, 4.0
 
 
-class Pi0Model(StepKind):
-    """Velocity that the action expert predicts and its squared error; gradients of all products by the mean error."""
+class Pi0Model(Pi0Kind):
+    """Velocity [b, horizon, 32] that the action expert predicts and its squared error [b, horizon]; gradients of all
+    products by the mean error."""
 
     name = "pi0-model"
-
-    def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the names of the velocity [b, horizon, 32], the loss [b, horizon], and the products' gradients."""
-        return OUTPUTS_OF_MODEL + GRADIENTS if workload.needs_gradients else OUTPUTS_OF_MODEL
-
-    def small(self, workload: Workload) -> Workload:
-        """Return the workload with fewer heads and tokens, two layers and the same head_dim."""
-        return small_in_blocks(workload)
+    forward_outputs = ("velocity", "loss")
+    gradient_outputs = tuple(f"d_{name}" for name in (*PRODUCTS, *DENSE))
 
     def draw(self, workload: Workload, seed: int) -> Values:
         """Return an observation, actions, noise, and times as openpi draws them."""
         w, normal = workload, normals(seed)
         times = np.random.default_rng(seed).beta(1.5, 1, w.batch) * 0.999 + 0.001
-        return {**drawn_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
+        return {**draw_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         """Compute the outputs from one pass over prefix and suffix."""
@@ -248,29 +208,21 @@ class Pi0Model(StepKind):
             xs, _ = joint_block(xs, weights, visible(workload), store)
         velocity = to_actions(arrays, xs[1], store, hold)
         loss = hold((velocity - (arrays["noise"] - arrays["actions"])).square().mean(-1))
-        found = {"velocity": velocity.detach().numpy(), "loss": loss.detach().numpy()}
+        outputs = {"velocity": velocity.detach().numpy(), "loss": loss.detach().numpy()}
         if not workload.needs_gradients:
-            return found
+            return outputs
         gradients = torch.autograd.grad(loss.mean(), [arrays[name] for name in (*PRODUCTS, *DENSE)])
-        return found | {name: rounded(one.numpy()) for name, one in zip(GRADIENTS, gradients)}
+        return outputs | {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
 
 
-class Pi0Sampler(StepKind):
-    """Actions from noise: the prefix once, state and actions ten times against its cache."""
+class Pi0Sampler(Pi0Kind):
+    """Actions [b, horizon, 32] from noise: the prefix once, state and actions ten times against its cache."""
 
     name = "pi0-sampler"
-
-    def outputs(self, workload: Workload) -> tuple[str, ...]:
-        """Return the name of the actions [b, horizon, 32]."""
-        return ("actions",)
-
-    def small(self, workload: Workload) -> Workload:
-        """Return the workload with fewer heads and tokens, two layers and the same head_dim."""
-        return small_in_blocks(workload)
+    forward_outputs = ("actions",)
 
     def draw(self, workload: Workload, seed: int) -> Values:
-        """Return an observation and noise."""
-        return drawn_model(normals(seed), workload)
+        return draw_model(normals(seed), workload)
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         """Compute the actions by Euler's rule, time running from 1 to 0."""
@@ -291,14 +243,14 @@ class Pi0Sampler(StepKind):
         return {"actions": actions.numpy()}
 
 
-def drawn_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
+def draw_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
     """Return weights of variance 1 / fan-in, and prefix, state and noise of variance 1."""
     prefix, (large, small) = parts(w)[0], experts(w)
     fan_ins = (ACTION_DIM, ACTION_DIM, 2 * small.width, small.width, small.width)
     values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, ACTION_DIM)}
     values["noise"] = _actions(normal, w)
     for end, expert in zip(EXPERTS, (large, small)):
-        values |= drawn(normal, w, *expert, (DRAWN_LAYERS,), end)
+        values |= draw_expert(normal, w, *expert, (DRAWN_LAYERS,), end)
         values[f"final_norm{end}"] = normal(expert.width, fan_in=100)
     for name, fan_in in zip(DENSE, fan_ins):
         width = ACTION_DIM if name == "action_out_proj" else small.width
@@ -339,8 +291,97 @@ def time_embedding(times: np.ndarray, width: int, held: Rounded) -> np.ndarray:
 
 def to_actions(arrays: dict[str, Any], x: Any, store: Any, hold: Any) -> Any:
     """Return velocities from the action expert's tokens without the state's token."""
-    out = store(normed(x, arrays["final_norm_1"]))[:, 1:]
+    out = store(rms_norm(x, arrays["final_norm_1"]))[:, 1:]
     return hold(out @ arrays["action_out_proj"] + arrays["action_out_proj_bias"])
 
 
 PI0_MODEL, PI0_SAMPLER = Pi0Model(), Pi0Sampler()
+
+
+class Pi0FastPrefill(StepKind):
+    """Prompt of q_len tokens that all see each other, images first, in a cache of kv_len slots.
+
+    Logits [b, 1, vocabulary] are those of the last token; the caches are [layers, b, kv_len, kv_heads, head_dim].
+    """
+
+    name = "pi0-fast-prefill"
+    forward_outputs = ("logits", "keys", "values")
+
+    def small(self, workload: Workload) -> Workload:
+        w = workload
+        prompt, room = min(w.q_len, CHECKED_PROMPT), min(w.kv_len - w.q_len, CHECKED_STEPS)
+        few = replace(small(w), q_len=prompt, kv_len=prompt + room)
+        return replace(few, mask=masks.lengths([prompt] * few.batch)) if room else few
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """Return weights, image tokens as embeddings, and text tokens."""
+        w, normal, text = workload, normals(seed), text_tokens(workload.q_len)
+        images = normal(w.batch, w.q_len - text, experts(w)[0].width)
+        return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Compute the outputs from one pass over the prompt."""
+        import torch
+
+        arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)
+        xs, caches = [torch.cat([arrays["images"], _embedded(arrays, rounded, store)], 1)], []
+        for layer in range(depth(workload)):
+            xs, cache = joint_block(xs, [of_layer(arrays, layer)], torch.ones(1, dtype=torch.bool), store)
+            caches.append(cache)
+        room = (0, 0, 0, 0, 0, workload.kv_len - workload.q_len)
+        keys, kept = (torch.nn.functional.pad(torch.stack(parts), room).numpy() for parts in zip(*caches))
+        return {"logits": _logits(arrays, xs[0][:, -1:], store), "keys": keys, "values": kept}
+
+
+class Pi0FastDecode(StepKind):
+    """Given tokens, q_len of them, after a prompt of kv_len - q_len tokens whose cache is drawn; logits [b, q_len,
+    vocabulary] of every token."""
+
+    name = "pi0-fast-decode"
+    forward_outputs = ("logits",)
+
+    def small(self, workload: Workload) -> Workload:
+        steps, prompt = min(workload.q_len, CHECKED_STEPS), min(workload.kv_len - workload.q_len, CHECKED_PROMPT)
+        return replace(small(workload), q_len=steps, kv_len=prompt + steps, mask=masks.causal())
+
+    def draw(self, workload: Workload, seed: int) -> Values:
+        """Return weights, tokens, and keys and values of variance 1."""
+        w, normal = workload, normals(seed)
+        cache = DRAWN_LAYERS, w.batch, w.kv_len - w.q_len, w.kv_heads, w.head_dim
+        values = {**_weights(normal, w), "keys": normal(*cache), "values": normal(*cache)}
+        return values | {"tokens": _tokens(w, w.q_len, seed)}
+
+    def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
+        """Compute all tokens in one causal pass after the cache, whose result step-by-step decoding must match."""
+        arrays, store, w = tensors(whole(values, workload, np.tile)), storing(rounded), workload
+        xs = [_embedded(arrays, rounded, store)]
+        for layer in range(depth(w)):
+            cache = arrays["keys"][layer], arrays["values"][layer]
+            weights = [of_layer(arrays, layer)]
+            xs, _ = joint_block(xs, weights, visible(w), store, first=w.kv_len - w.q_len, cache=cache)
+        return {"logits": _logits(arrays, xs[0], store)}
+
+
+def _weights(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
+    expert = experts(w)[0]
+    return {
+        **draw_expert(normal, w, *expert, (DRAWN_LAYERS,)),
+        "final_norm": normal(expert.width, fan_in=100),
+        TABLE: normal(*drawn_rows(w), fan_in=expert.width),
+    }
+
+
+def _tokens(w: Workload, length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocabulary(w), (w.batch, length), dtype=np.int32)
+
+
+def _embedded(arrays: dict[str, Any], rounded: Rounded, store: Store) -> Any:
+    table = arrays[TABLE]
+    return store(table[arrays["tokens"]] * float(rounded(np.full(1, table.shape[1] ** 0.5))[0]))
+
+
+def _logits(arrays: dict[str, Any], x: Any, store: Store) -> np.ndarray:
+    return store(store(rms_norm(x, arrays["final_norm"])) @ arrays[TABLE].T).numpy()
+
+
+PI0_FAST_PREFILL, PI0_FAST_DECODE = Pi0FastPrefill(), Pi0FastDecode()

@@ -19,7 +19,7 @@ from attnbench.frameworks import Framework, Inputs
 from attnbench.masks.cuts import split_blocks
 from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
 from attnbench.verifying import probes
-from attnbench.verifying.truths import Shelf, Truth, Whole
+from attnbench.verifying.truths import DEVICE_BLOCK_PAIRS, Shelf, Truth, Whole, reached, results_of_heads
 from attnbench.workloads import inputs as drawing
 
 SETS = 2
@@ -38,7 +38,6 @@ ALL_HEADS = {"cpu": 64}
 COMPARED_VALUES = 1 << 22
 """Most values of an accelerator's output that are compared in float64 on the host, besides the first head; all values
 are compared on the device."""
-DEVICE_BLOCK_PAIRS = 1 << 27
 HOST_VALUES = 1 << 26
 """Most values of each input that the host draws for an accelerator."""
 WHOLE_PAIRS = {"cpu": (1 << 28, 1 << 27)}
@@ -100,10 +99,6 @@ class Draws:
         q, k, v = (self.framework.multiply(x, np.array(scale)) for x in (inputs.q, inputs.k, inputs.v))
         return Inputs(q, k, v, inputs.dout)
 
-    def _put(self, values: np.ndarray, layout: Layout) -> Array:
-        array = self.framework.array(values, self.workload.dtype, self.device)
-        return self.framework.transpose(array, "bshd", layout)
-
     @cached_property
     def _canonical(self) -> list[Inputs]:
         drawn = [self._drawn(SETS * self.seed + n) for n in range(SETS)]
@@ -148,15 +143,20 @@ class Draws:
         random offsets, since drawing and sending gigabytes takes longer than all else.
         """
         w = workload or self.workload
-        q_len, kv_len = (min(n, max(1, HOST_VALUES // width)) for n, width in zip((w.q_len, w.kv_len), _widths(w)))
+        dim = max(w.head_dim, w.value_dim)
+        q_len, kv_len = (
+            min(tokens, max(1, HOST_VALUES // (heads * dim)))
+            for tokens, heads in ((w.q_len, w.heads), (w.kv_len, w.kv_heads))
+        )
         whole = w.batch == 1 and (q_len, kv_len) == (w.q_len, w.kv_len)
         if self.device == "cpu" or whole or w.inputs != "normal" or w.dtype == "float64":
-            return Inputs(*(self._put(x, "bshd") for x in drawing.draw(w, seed)))
+            return Inputs(*(self.framework.array(x, w.dtype, self.device) for x in drawing.draw(w, seed)))
         drawn = drawing.draw(msgspec.structs.replace(w, batch=1, q_len=q_len, kv_len=kv_len, mask=None), seed)
         rng = np.random.default_rng(seed)
-        return Inputs(*(self._turned(*one, rng) for one in zip(drawn, (w.q_len, w.kv_len, w.kv_len, w.q_len))))
+        tokens = (w.q_len, w.kv_len, w.kv_len, w.q_len)
+        return Inputs(*(self._tiled(stretch, count, rng) for stretch, count in zip(drawn, tokens)))
 
-    def _turned(self, stretch: np.ndarray, tokens: int, rng: np.random.Generator) -> Array:
+    def _tiled(self, stretch: np.ndarray, tokens: int, rng: np.random.Generator) -> Array:
         """Return [batch, tokens, ...] made of one stretch of tokens, repeated from random places."""
         fw, size, batch = self.framework, stretch.size, self.workload.batch
         flat = fw.array(stretch.ravel(), self.workload.dtype, self.device)
@@ -235,9 +235,7 @@ class Draws:
             def compute(q: Array, k: Array) -> list[tuple[Array, Array]]:
                 head = reference.Head(cast(q), cast(k)[:, 0], k[:, 0], *at)
                 blocks = reference.row_blocks(w, sample.rows, pairs, len(sample.heads))
-                return [
-                    reference.logit_gaps(w, head, some, namespace, _reached(w, self.reach, some)) for some in blocks
-                ]
+                return [reference.logit_gaps(w, head, some, namespace, reached(w, self.reach, some)) for some in blocks]
 
             found = (compute if self.device == "cpu" else fw.exact(compute))(q, k)
             gaps, sizes = (np.concatenate(self._in_float64(parts), axis=2) for parts in zip(*found))
@@ -303,9 +301,12 @@ class Draws:
         key, sample = (name, gradients), self.covered(gradients)
         inputs = self._canonical[0] if name == "first" else self._probe(name)
         chunks = self._chunks(sample.heads, len(sample.rows))
-        own = self._steep_heads(sample.heads) if name == "steep" else sample.heads
-        pieces = chunks if name != "steep" else self._chunks(tuple(dict.fromkeys(own)), len(sample.rows))
-        found = (self._whole(inputs, heads, sample.rows, gradients) for heads in pieces)
+        own, pieces, mask = sample.heads, chunks, self.workload.visible_mask
+        if name == "steep":  # for each head the first one that has the same result
+            own = tuple((b if mask.per_batch else 0, g if mask.per_head else g % 2) for b, g in own)
+            pieces = self._chunks(tuple(dict.fromkeys(own)), len(sample.rows))
+        results = (self._results(inputs, heads, sample.rows, gradients, "wide") for heads in pieces)
+        found = (Whole(x[0], x[1], x[2], x[3:6] or None, x[6:] or None) for x in results)
         if self.device == "cpu" and sample.heads:
             if key not in self._wholes:
                 proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
@@ -315,21 +316,12 @@ class Draws:
             found = iter(self._wholes[key])
         yield from zip(chunks, found) if name != "steep" else _repeated(chunks, own, list(found))
 
-    def _steep_heads(self, heads: Heads) -> Heads:
-        """Return for each head the first one that has the same result on `steep` inputs."""
-        mask = self.workload.visible_mask
-        return tuple((b if mask.per_batch else 0, g if mask.per_head else g % 2) for b, g in heads)
-
     def _chunks(self, heads: Heads, rows: int) -> list[Heads]:
         """Return the heads in pieces whose logits for so many rows stay small."""
         w = self.workload
         pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
         size = max(1, pairs // (w.group * w.kv_len * rows))
         return [heads[n : n + size] for n in range(0, len(heads), size)]
-
-    def _whole(self, inputs: Inputs, heads: Heads, rows: np.ndarray, gradients: bool) -> Whole:
-        found = self._results(inputs, heads, rows, gradients, "wide")
-        return Whole(found[0], found[1], found[2], found[3:6] or None, found[6:] or None)
 
     def shifted(self, which: int | str, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
         """Return the derivative of each sampled head's exact (out, dq, dk, dv) with respect to the logarithm of a
@@ -415,9 +407,11 @@ class Draws:
         at = np.array(heads, np.int64).T
         exact_beside = {"exact": 0, "plain": 4, "wide": 2}[mode]
         wide = "float32" if DTYPE_BYTES[w.dtype] <= exact_beside else "float64"
-        if mode != "plain" and self._on_host(mode, len(rows), gradients):
+        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * len(rows) * w.group
+        small = mode == "exact" and fw.compiles and flops < HOST_HEAD_FLOPS  # compiling would take longer
+        if mode != "plain" and (self.device == "cpu" or small):
             arrays = [fw.numpy(x).astype(wide) for x in narrow]
-            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
+            return results_of_heads(w, arrays, at, rows, self.reach, gradients, np, np.dtype(wide), terms=True)
         place = fw.namespace(self.device).asarray
         return self._compiled(rows, gradients, mode, w, wide)(*map(place, at), *narrow)
 
@@ -430,25 +424,11 @@ class Draws:
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
             arrays = own if mode == "plain" else [fw.cast(x, wide) for x in own]
             namespace, at, terms = fw.namespace(self.device), (batch, index), mode != "plain"
-            return _results_of_heads(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
+            return results_of_heads(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
 
         if key not in self._runs:
             self._runs[key] = fw.exact(compute)
         return self._runs[key]
-
-    def _on_host(self, mode: Mode, rows: int, gradients: bool) -> bool:
-        """Return whether NumPy computes the reference: on a CPU, and for heads so small that compiling would take
-        longer."""
-        w = self.workload
-        flops = (10 if gradients else 2) * (w.head_dim + w.value_dim) * w.kv_len * rows * w.group
-        small = mode == "exact" and self.framework.compiles and flops < HOST_HEAD_FLOPS
-        return self.device == "cpu" or small
-
-
-def _widths(w: Workload) -> tuple[int, int]:
-    """Return the values per token of Q or dO, whichever has more, and of K or V."""
-    dim = max(w.head_dim, w.value_dim)
-    return w.heads * dim, w.kv_heads * dim
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
@@ -488,46 +468,3 @@ def by_head(array: Array, layout: Layout, members: int, heads: Heads) -> Array:
         return array.reshape(rows, tokens, count // members, members, width)[batch, :, index].swapaxes(1, 2)
     rows, count, tokens, width = array.shape
     return array.reshape(rows, count // members, members, tokens, width)[batch, index]
-
-
-def _results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN202
-    """Return (out, lse, top) of the rows of n heads, with gradients also dq, dk, dv, and with `terms` what cancels in
-    them.
-
-    The arrays are q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n]); `reach` bounds the
-    keys that each row may see.
-    """
-    q, k, v, dout = arrays
-    xp = array_api_compat.array_namespace(q)
-    head = reference.Head(q, k[:, 0], v[:, 0], *at)
-    pairs = reference.BLOCK_PAIRS if isinstance(q, np.ndarray) else DEVICE_BLOCK_PAIRS
-    blocks = reference.row_blocks(workload, rows, pairs, len(q))
-    keys = [_reached(workload, reach, block) for block in blocks]
-    parts = [reference.forward_rows(workload, head, block, namespace, wide, some) for block, some in zip(blocks, keys)]
-    found = tuple(xp.concat([part[n] for part in parts], axis=2) for n in range(3))
-    if not gradients:
-        return found
-    pieces = [
-        reference.backward_rows(workload, head, dout, block, namespace, wide, terms, some)
-        for block, some in zip(blocks, keys)
-    ]
-    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=2) for n in ((0, 3) if terms else (0,)))
-    sums = [xp.zeros_like(head.k), xp.zeros_like(head.v), *([xp.zeros_like(head.k[..., 0])] if terms else [])]
-    for piece, some in zip(pieces, keys):
-        sums = [_added(xp, whole, part, some) for whole, part in zip(sums, (piece.dk, piece.dv, piece.key_terms))]
-    dk, dv, *key_terms = sums
-    return *found, dq, dk, dv, *cancelling, *(xp.sqrt(x) for x in key_terms)
-
-
-def _reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:
-    """Return the range of keys that any of the rows may see, at least one key."""
-    low = min(int(reach[0][rows].min()), workload.kv_len - 1)
-    return slice(low, max(int(reach[1][rows].max()), low + 1))
-
-
-def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
-    if isinstance(whole, np.ndarray):
-        whole[:, keys] += part
-        return whole
-    before, behind = whole[:, : keys.start], whole[:, keys.stop :]
-    return xp.concat([before, whole[:, keys] + part, behind], axis=1)

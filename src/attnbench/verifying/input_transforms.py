@@ -1,7 +1,7 @@
 """Inputs of timed calls: one of the drawn sets under a random transform, another one for every call.
 
 A fresh transform gives the channels of Q, K, V and dO random signs, each array its own, and rolls the tokens of dO.
-The inputs stay what they were drawn as (a normal number is as likely as its negative), but every logit is another sum,
+The distribution of the inputs stays the same (a normal number is as likely as its negative), but every logit changes,
 so nothing that was stored in an earlier call helps with it; its result is checked against the reference.
 
 A known transform leaves the logits as they are, bit for bit: signs that Q and K share, and per batch row and key/value
@@ -26,7 +26,7 @@ from attnbench.frameworks import Framework, Inputs
 from attnbench.spec import Array, Layout, Workload
 
 NOISE = 0.25
-"""Standard deviation of what is added to structured queries, whose elements are of size 1."""
+"""Standard deviation of the noise added to structured queries, whose elements are of size 1."""
 SIGNS = np.array([-1, 1], np.float32)
 
 

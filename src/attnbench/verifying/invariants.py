@@ -7,17 +7,17 @@ whole sequence gives. No call may write into the result of an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import array_api_compat
 import msgspec
 import numpy as np
 
-from attnbench.frameworks import OUTPUTS, Inputs, Program
+from attnbench.frameworks import Inputs, Program
 from attnbench.masks import Causal
-from attnbench.spec import Array, Call, Workload
-from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.spec import Array, Call
+from attnbench.verifying.subject import Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, spot
 
 SMALL = 1e-3
@@ -47,9 +47,7 @@ def check_places(subject: Subject, good: Mapping[str, Array], allowed: Mapping[s
         return ()
     first = subject.draws.inputs(subject.layout)[0]
     turned = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), first)))
-    outputs = run(subject.programs.main, turned)
-    subject.framework.wait(outputs)
-    for (name, before), after in zip(good.items(), outputs):
+    for (name, before), after in zip(good.items(), subject.outputs(turned).values()):
         _require_alike(subject, name, moved(subject, before, name, places), after, SLACK * allowed[name], places)
     batch, heads = (_others(order) for order in (places.batch, places.heads))
     return (*(("permuted batch",) if batch else ()), *(("permuted heads",) if heads else ()))
@@ -89,15 +87,14 @@ def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: 
     fw = subject.framework
     if fw.same_bits(want, got):
         return
-    wide = "float64" if subject.workload.dtype == "float64" else "float32"
-    want, got = fw.cast(want, wide), fw.cast(got, wide)
-    apart, size = head_norms(subject, got - want), head_norms(subject, want)
+    want, got = fw.cast(want, subject.wide), fw.cast(got, subject.wide)
+    off, size = head_norms(subject, got - want), head_norms(subject, want)
     size = np.maximum(size, SMALL * np.median(size))
-    off = apart > bound * size
-    if not off.any():
+    over = off > bound * size
+    if not over.any():
         return
-    batch, head = (int(place) for place in np.argwhere(off)[0])
-    share = apart[batch, head] / size[batch, head] if size[batch, head] else float("inf")
+    batch, head = (int(place) for place in np.argwhere(over)[0])
+    share = off[batch, head] / size[batch, head] if size[batch, head] else float("inf")
     raise Wrong(
         f"{LONG_NAMES[name]} depends on its place: batch {places.batch[batch]}, head {places.of(name)[head]} moved to "
         f"batch {batch}, head {head} gives another result (off by {share:.1e}, {bound:.1e} allowed)"
@@ -120,22 +117,20 @@ def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: 
     Other values are written into the memory of inputs that were used before. `good` are the verified outputs on the
     second input set. Nothing is checked if arrays cannot be changed in place.
     """
-    framework, program, workload = subject.framework, subject.programs.main, subject.workload
+    framework = subject.framework
     first, second = subject.draws.inputs(subject.layout)[:2]
     if not framework.overwrites:
         return ()
     inputs = Inputs(*framework.snapshot(tuple(first)))
-    framework.wait(run(program, inputs))
+    subject.outputs(inputs)
     for array, values in zip(inputs, second):
         framework.overwrite(array, values)
-    outputs = run(program, inputs)
-    framework.wait(outputs)
-    for name, found, right in zip(OUTPUTS[workload.pass_], outputs, good):
-        if framework.same_bits(found, right):
+    for (name, got), right in zip(subject.outputs(inputs).items(), good):
+        if framework.same_bits(got, right):
             continue
-        if differs := apart(framework, found, right, limits[name], workload.dtype):
+        if differs := apart(framework, got, right, limits[name], subject.workload.dtype):
             raise Wrong(
-                f"wrong {name} when other values lie where its inputs lay: a stored result? "
+                f"wrong {name} after its inputs were overwritten in place: a stored result? "
                 f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
             )
     return ("overwritten inputs",)
@@ -155,31 +150,28 @@ def require_result_kept(subject: Subject, program: Program) -> None:
             raise Wrong(OVERWRITES)
 
 
-Build = Callable[[Workload], Call | None]
-
-
-def check_prefill_and_decode(subject: Subject, good: Array, relative: float, build: Build) -> tuple[str, ...]:
+def check_prefill_and_decode(examination: Examination) -> tuple[str, ...]:
     """Check that all but the last token and then that one give what the whole sequence gives; return the property.
 
-    A model that decodes relies on this; a kernel that aligns a causal mask elsewhere than at the end fails it. `good`
-    is the verified output on the first input set, `relative` its allowed error. Nothing is checked for other masks, or
-    if `build` has no call for one of the steps.
+    A model that decodes relies on this; a kernel that aligns a causal mask elsewhere than at the end fails it. Nothing
+    is checked for other masks, or if the implementation has no call for one of the steps.
     """
-    w = subject.workload
-    if w.pass_ == "backward" or not isinstance(w.visible_mask, Causal) or w.q_len != w.kv_len or w.q_len < 2:
+    w, mask = examination.subject.workload, examination.subject.workload.visible_mask
+    if w.pass_ == "backward" or not isinstance(mask, Causal) or w.q_len != w.kv_len or w.q_len < 2:
         return ()
-    if w.visible_mask.align != "bottom-right":
+    if examination.build is None or mask.align != "bottom-right":
         return ()
     first, last = w.q_len - 1, slice(w.q_len - 1, None)
     steps = {
         "prefill": (msgspec.structs.replace(w, q_len=first, kv_len=first, pass_="forward"), slice(first), slice(first)),
         "decode": (msgspec.structs.replace(w, q_len=1, pass_="forward"), last, slice(None)),
     }
+    good, bound = examination.outputs["out"], SLACK * examination.limits["out"].relative
     for name, (step, queries, keys) in steps.items():
-        call = build(step)
+        call = examination.build(step)
         if call is None:
             return ()
-        _require_same_output(subject, name, call, queries, keys, good, SLACK * relative)
+        _require_same_output(examination.subject, name, call, queries, keys, good, bound)
     return ("prefill and decode give the whole",)
 
 
@@ -197,11 +189,11 @@ def _require_same_output(
     fw.wait(out)
     got, want = (fw.numpy(array).astype(np.float64) for array in (out, cut(good, queries)))
     if got.shape != want.shape:
-        raise Wrong(f"{name} alone gives an output of shape {got.shape}, {want.shape} was asked for")
+        raise Wrong(f"{name} alone gives an output of shape {got.shape}, expected {want.shape}")
     off = float(np.linalg.norm(got - want)) / (float(np.linalg.norm(want)) or 1.0)
     if not off <= bound:
         raise Wrong(
-            f"{name} alone gives another output than the whole sequence at once (off by {off:.1e}, {bound:.1e} allowed)"
+            f"{name} alone gives another output than the whole sequence (off by {off:.1e}, {bound:.1e} allowed)"
         )
 
 
@@ -218,8 +210,8 @@ def check_unseen_key(subject: Subject) -> tuple[str, ...]:
     if subject.workload.pass_ == "backward" or (hidden := _first_hidden(subject)) is None:
         return ()
     batch, key, rows = hidden
-    before = subject.output(subject.draws.inputs(subject.layout)[0], batch)[rows]
-    after = subject.output(_with_key(subject, batch, key, 3.0), batch)[rows]
+    before = subject.row(subject.draws.inputs(subject.layout)[0], batch)[rows]
+    after = subject.row(_with_key(subject, batch, key, 3.0), batch)[rows]
     size = float(np.linalg.norm(before))
     off = float(np.linalg.norm(before.astype(np.float64) - after)) / (size or 1.0)
     if not off <= _tolerance(subject):
@@ -227,15 +219,15 @@ def check_unseen_key(subject: Subject) -> tuple[str, ...]:
     return ("an unseen key changes nothing",)
 
 
-def hidden_nan(subject: Subject) -> str:
-    """Return `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; empty if
+def check_hidden_nan(examination: Examination) -> tuple[str, ...]:
+    """Note `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; nothing if
     every key is seen."""
-    spot = _first_hidden(subject)
-    if spot is None or subject.workload.pass_ == "backward":
-        return ""
-    batch, key, rows = spot
-    out = subject.output(_with_key(subject, batch, key, float("nan")), batch)[rows]
-    return "contained" if np.isfinite(out).all() else "leaks"
+    subject = examination.subject
+    if subject.workload.pass_ != "backward" and (hidden := _first_hidden(subject)) is not None:
+        batch, key, rows = hidden
+        out = subject.row(_with_key(subject, batch, key, float("nan")), batch)[rows]
+        examination.hidden_nan = "contained" if np.isfinite(out).all() else "leaks"
+    return ()
 
 
 def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
@@ -264,16 +256,15 @@ def check_one_value(subject: Subject) -> tuple[str, ...]:
     fw, first, dtype = subject.framework, subject.draws.inputs(subject.layout)[0], subject.workload.dtype
     value = VALUES.get(dtype, 1.0)
     out = run(subject.programs.main, first._replace(v=fw.put(first.v, (...,), value)))[0]
-    wide = "float64" if dtype == "float64" else "float32"
     known = _rows_see(subject)
-    sees = fw.transpose(fw.array(known[..., None], wide, subject.device), "bshd", subject.layout)
+    sees = fw.transpose(fw.array(known[..., None], subject.wide, subject.device), "bshd", subject.layout)
     xp = array_api_compat.array_namespace(out)
-    off = xp.abs(fw.cast(out, wide) / value - sees)
+    off = xp.abs(fw.cast(out, subject.wide) / value - sees)
     if np.isnan(known).any():
         off = xp.where(xp.isnan(sees), xp.zeros_like(off), off)
     error = float(fw.numpy(xp.max(off)))
     if not error <= _tolerance(subject):
-        raise Wrong(f"V = {value:g} does not give {value:g} on every row that sees a key (off by {error:.1e} of it)")
+        raise Wrong(f"V = {value:g} does not give {value:g} on every row that sees a key (relative error {error:.1e})")
     return (f"V = {value:g} gives {value:g}",)
 
 

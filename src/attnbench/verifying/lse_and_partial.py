@@ -9,19 +9,19 @@ output and LSE are those of a larger whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import array_api_compat
 import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Inputs
-from attnbench.spec import DTYPE_BYTES, Array, Call, Partial
+from attnbench.spec import DTYPE_BYTES, Array, Call
 from attnbench.verifying import probes, whole_output
 from attnbench.verifying.draws import SCALED, by_head
 from attnbench.verifying.invariants import draw_places, moved
 from attnbench.verifying.scales import COMPARED, require_right
-from attnbench.verifying.subject import Subject, Wrong, run
+from attnbench.verifying.subject import Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import (
     FORWARD_FACTOR,
     LSE_FLOOR,
@@ -41,26 +41,37 @@ bytes of an element: a missing gradient, or one of another base, is off by a thi
 Joined = Callable[[Inputs], Array]
 
 
-def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limits) -> Compared | None:
-    """Check the LSE and return its comparison, or None if there is no LSE; `good` are the verified outputs of each
-    input set."""
-    if subject.lse is None or subject.declared_error is not None:  # of an approximate one, quality takes the recall
-        return None
+def check_lse(examination: Examination) -> tuple[str, ...]:
+    """Check the LSE and note its error; return no property.
+
+    Nothing is checked if there is no LSE, or for an approximate implementation, of whose LSE `quality_of` takes the
+    recall.
+    """
+    subject, good = examination.subject, examination.found.good
+    if subject.lse is None or subject.declared_error is not None:
+        return ()
+    limits = examination.found.limits("out", subject.workload.dtype)
     sets = subject.draws.inputs(subject.layout)
     joined = _program(subject, subject.lse)
-    found = [joined(inputs) for inputs in sets]
-    for array, outputs in zip(found, good):
+    arrays = [joined(inputs) for inputs in sets]
+    for array, outputs in zip(arrays, good):
         _require_output(subject, array, outputs[0], limits)
-    worst = max((_judged(subject, array, which) for which, array in enumerate(found)), key=lambda one: one.error)
+    compared: list[Compared] = []
+    for which, array in enumerate(arrays):
+        truths = subject.draws.truths(which, gradients=False)
+        compared.append(compare_lse(sampled(subject, array), [t.lse for t in truths], [t.plain_lse for t in truths]))
+        if fault := compared[-1].fault:
+            raise Wrong(fault + (" (on the second input set only: a stored result?)" if which else ""))
+    worst = max(compared, key=lambda result: result.error)
     _check_counted(subject, joined)
     _check_large(subject, joined)
     _check_steep(subject, joined)
     if subject.lse_gradient and subject.workload.needs_gradients:
-        _check_gradient(subject)
+        _check_gradient(subject, subject.lse)
     bound = SLACK * worst.allowed
     if (places := draw_places(subject)) is not None:
         elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
-        there = np.take(_lse(subject, found[0])[places.batch], places.heads, axis=subject.head_axis)
+        there = np.take(_lse(subject, arrays[0])[places.batch], places.heads, axis=subject.head_axis)
         _require_same(_lse(subject, joined(elsewhere)), there, bound, "from other places")
     if subject.framework.overwrites:
         inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
@@ -68,18 +79,14 @@ def check_lse(subject: Subject, good: Sequence[tuple[Array, ...]], limits: Limit
         for array, values in zip(inputs, sets[1]):
             subject.framework.overwrite(array, values)
         again = _lse(subject, joined(inputs))
-        _require_same(again, _lse(subject, found[1]), bound, "when other values lie where its inputs lay")
-    return worst
+        _require_same(again, _lse(subject, arrays[1]), bound, "after its inputs were overwritten in place")
+    examination.lse = worst.error
+    return ()
 
 
 def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
     """Return the LSE [g, rows] of each sampled head from an array with output and LSE side by side."""
-    group, sample = subject.workload.group, subject.draws.sample
-    heads = (slice(at[1] * group, (at[1] + 1) * group) for at in sample.heads)
-    return [
-        subject.head_rows(array[..., -1:], at[0], members, sample.rows)[..., 0]
-        for at, members in zip(sample.heads, heads)
-    ]
+    return [rows[..., 0] for rows in subject.sampled("out", array[..., -1:])]
 
 
 def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
@@ -90,15 +97,14 @@ def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
 def _joined(subject: Subject, call: Call) -> Call:
     """Return a call that gives output and LSE side by side in one wide array, [..., value_dim + 1] in its layout."""
     fw, w = subject.framework, subject.workload
-    wide = "float64" if w.dtype == "float64" else "float32"
 
     def joined(q: Array, k: Array, v: Array) -> Array:
         out, lse = call(q, k, v)
         if tuple(lse.shape) != (w.batch, w.heads, w.q_len):
-            raise Wrong(f"lse has shape {tuple(lse.shape)}, {(w.batch, w.heads, w.q_len)} was asked for")
+            raise Wrong(f"lse has shape {tuple(lse.shape)}, expected {(w.batch, w.heads, w.q_len)}")
         xp = array_api_compat.array_namespace(lse)
         last = xp.permute_dims(lse, (0, 2, 1)) if subject.layout == "bshd" else lse
-        return xp.concat([fw.cast(out, wide), fw.cast(last[..., None], wide)], axis=-1)
+        return xp.concat([fw.cast(out, subject.wide), fw.cast(last[..., None], subject.wide)], axis=-1)
 
     return joined
 
@@ -123,17 +129,9 @@ def _require_output(subject: Subject, array: Array, good: Array, limits: Limits)
         return
     if differs := apart(fw, out, good, limits, dtype):
         raise Wrong(
-            f"the call that returns the LSE returns another output: {spot(differs, subject.layout)} differs by "
+            f"the call that returns the LSE returns a different output: {spot(differs, subject.layout)} differs by "
             f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
         )
-
-
-def _judged(subject: Subject, array: Array, which: int) -> Compared:
-    truths = subject.draws.truths(which, gradients=False)
-    result = compare_lse(sampled(subject, array), [t.lse for t in truths], [t.plain_lse for t in truths])
-    if result.fault:
-        raise Wrong(result.fault + (" (on the second input set only: a stored result?)" if which else ""))
-    return result
 
 
 def _check_counted(subject: Subject, joined: Joined) -> None:
@@ -195,7 +193,7 @@ def _check_steep(subject: Subject, joined: Joined) -> None:
             raise Wrong(f"{result.fault} (all logits far below 0)")
 
 
-def _check_gradient(subject: Subject) -> None:
+def _check_gradient(subject: Subject, call: Call) -> None:
     """Compare the gradients of a weighted sum of the LSE with the truth, in one head.
 
     dS is P dLSE, so that dQ is an attention over K, and dK has the form of dV. Nothing is checked if there is a soft
@@ -204,33 +202,40 @@ def _check_gradient(subject: Subject) -> None:
     draws, w, fw = subject.draws, subject.workload, subject.framework
     if w.softcap is not None or not draws.gradient_heads or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
         return
-    rng, wide = np.random.default_rng([draws.seed, 17]), "float64" if w.dtype == "float64" else "float32"
+    rng = np.random.default_rng([draws.seed, 17])
     weights = rng.standard_normal((w.batch, w.q_len, w.heads), np.float32)
-    last = fw.array(weights[..., None], wide, subject.device)
+    last = fw.array(weights[..., None], subject.wide, subject.device)
     xp = array_api_compat.array_namespace(last)
     nothing = xp.broadcast_to(0 * last, (*weights.shape, w.value_dim))
     dout = fw.transpose(xp.concat([nothing, last], axis=-1), "bshd", subject.layout)
     inputs = draws.inputs(subject.layout)[0]._replace(dout=dout)
-    assert subject.lse is not None
-    outputs = run(fw.programs(_joined(subject, subject.lse), "backward", inputs).main, inputs)
+    outputs = run(fw.programs(_joined(subject, call), "backward", inputs).main, inputs)
     fw.wait(outputs)
     batch, index = at = draws.gradient_heads[int(rng.integers(len(draws.gradient_heads)))]
-    members, rows = slice(index * w.group, (index + 1) * w.group), np.arange(w.q_len)
-    given = zip(draws.input_set(0)[:2], (w.group, 1))
-    q, k = (fw.numpy(by_head(x, "bshd", n, (at,))).astype(np.float64)[0] for x, n in given)
-    head = reference.Head(q, k[0], k[0], batch, index)
-    found, own = reference.forward_rows(w, head, rows, np, np.float64), weights[batch, :, members].T[..., None]
+    head, _ = _head_of(subject, at)
+    head, rows = head._replace(v=head.k), np.arange(w.q_len)
+    found = reference.forward_rows(w, head, rows, np, np.float64)
+    own = weights[batch, :, subject.members("dq", at)].T[..., None]
     own = np.where(np.isfinite(found.lse)[..., None], own * w.softmax_scale, 0.0)
     right = {
         "dq": found.out * own,
-        "dk": reference.backward_rows(w, head, own * q, rows, np, np.float64).dv[None],
+        "dk": reference.backward_rows(w, head, own * head.q, rows, np, np.float64).dv[None],
     }
     for name, array in zip(("dq", "dk"), outputs):
-        part = members if name == "dq" else slice(index, index + 1)
-        got = subject.head_rows(array, batch, part, None)
+        got = subject.head_rows(array, batch, subject.members(name, at), None)
         off = float(np.linalg.norm(got - right[name]) / (np.linalg.norm(right[name]) or 1.0))
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"lse: its gradient {name} is off by {off:.1e}, {allowed:.1e} allowed (head {index})")
+
+
+def _head_of(subject: Subject, at: tuple[int, int]) -> tuple[reference.Head, np.ndarray]:
+    """Return a head of the first input set and its dO, in float64."""
+    group, inputs = subject.workload.group, subject.draws.input_set(0)
+    q, k, v, dout = (
+        subject.framework.numpy(by_head(x, "bshd", members, (at,))).astype(np.float64)[0]
+        for x, members in zip(inputs, (group, 1, 1, group))
+    )
+    return reference.Head(q, k[0], v[0], *at), dout
 
 
 def _lse(subject: Subject, array: Array) -> np.ndarray:
@@ -243,37 +248,36 @@ def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> 
     seen = np.isfinite(want)
     off = np.abs(np.where(seen, got, 0.0) - np.where(seen, want, 0.0)).max(initial=0.0)
     if not np.array_equal(np.isfinite(got), seen) or not off <= bound:
-        raise Wrong(f"lse: another one {how} (off by {off:.2e}, {bound:.2e} allowed)")
+        raise Wrong(f"lse: changes {how} (off by {off:.2e}, {bound:.2e} allowed)")
 
 
 LEAST_SHARE = 0.2
 """Least share of a row's weight in the whole that lies in the part."""
 
 
-def check_partial_form(subject: Subject, partial: Partial | None, relative: float) -> tuple[str, ...]:
-    """Check the partial form in one head and return the property; `relative` is the output's allowed error.
+def check_partial_form(examination: Examination) -> tuple[str, ...]:
+    """Check the partial form in one head and return the property.
 
     Nothing is checked if there is no partial form, if there is a soft cap, or if a head is too large.
     """
+    subject = examination.subject
     w, draws, fw = subject.workload, subject.draws, subject.framework
+    partial = None if examination.partial is None else examination.partial()
     if partial is None or w.softcap is not None or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
         return ()
     (forward, backward), (q, k, v, dout) = partial, draws.inputs("bshd")[0]
+    relative = examination.found.limits("out", w.dtype).relative
     rng = np.random.default_rng([draws.seed, 18])
     batch, index = at = draws.sample.heads[int(rng.integers(len(draws.sample.heads)))]
-    members, rows = slice(index * w.group, (index + 1) * w.group), np.arange(w.q_len)
-    q1, k1, v1, dout1 = (
-        fw.numpy(by_head(x, "bshd", n, (at,))).astype(np.float64)[0]
-        for x, n in ((q, w.group), (k, 1), (v, 1), (dout, w.group))
-    )
-    head = reference.Head(q1, k1[0], v1[0], batch, index)
+    members, rows = subject.members("out", at), np.arange(w.q_len)
+    head, dout1 = _head_of(subject, at)
     right = reference.forward_rows(w, head, rows, np, np.float64)
     out, lse = forward(q, k, v)
     mine, mine_lse = (fw.numpy(x).astype(np.float64) for x in (out, lse))
     off = relative_error([mine[batch, :, members].transpose(1, 0, 2)], [right.out])
     if not off <= SLACK * relative:
         raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
-    plain = reference.forward_rows(w, head._replace(q=q1.astype("f4"), k=k1[0].astype("f4")), rows, np, np.float32)
+    plain = reference.forward_rows(w, head._replace(q=head.q.astype("f4"), k=head.k.astype("f4")), rows, np, np.float32)
     # Plain arithmetic on one head errs little, so that twice its error is too little for a right kernel of 16 bits.
     found = compare_lse([mine_lse[batch, members]], [right.lse], [plain.lse])
     if not found.error <= SLACK * found.allowed:
@@ -294,9 +298,8 @@ def check_partial_form(subject: Subject, partial: Partial | None, relative: floa
     lives = np.isfinite(right.lse)
     ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
     exact = _gradients(subject, head, dout1, whole, ratio)
-    parts = (members, slice(index, index + 1), slice(index, index + 1))
-    for name, array, want, part in zip(("dq", "dk", "dv"), gradients, exact, parts):
-        off = relative_error([array[batch, :, part].transpose(1, 0, 2)], [want])
+    for name, array, want in zip(("dq", "dk", "dv"), gradients, exact):
+        off = relative_error([array[batch, :, subject.members(name, at)].transpose(1, 0, 2)], [want])
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"its partial form with a larger whole: {name} is off by {off:.1e}, {allowed:.1e} allowed")
     return ("partial form",)

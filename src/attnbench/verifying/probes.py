@@ -2,7 +2,7 @@
 
 `counted`: all keys of a row weigh the same up to a known ratio and their values cancel, whatever run of keys a row
 sees. What is left of a row is the size of one key, so that one key more or less changes it by as much, at any length
-and in any precision; the logits are large (near the soft cap where there is one) and exact in 16 bits.
+and in any precision; the logits are large (near the soft cap if there is one) and exact in 16 bits.
 
 `counted_pairs`: the same for gradients. Queries and keys lie in different channels, so all logits are 0 and every
 visible key of a row weighs the same; each pair of a query and a key adds about one unit to one element of every
@@ -34,14 +34,14 @@ LARGE_LOGIT = 20.0
 NEAR_CAP = 0.9
 """Share of the soft cap that logits of `counted` reach."""
 RUNS = (1, 2, 3, 5)
-"""Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in all of them."""
+"""Keys of one sign in a row, by channel: a block of keys that is left out does not cancel in every channel."""
 BEGUN = 4
 """Keys at the beginning whose values are drawn at random."""
 STEPS = {16: (4, 5, 6, 7), 64: (4, 8), 128: (4, 8)}
 """Ratio of the two kinds of keys -> sizes of queries, in quarters: together few bits, so that 16 bits hold every logit
 exactly."""
 WIDEST_GAP = 2.0
-"""Between the logits of the two kinds of keys, at most where a finer ratio has a smaller one."""
+"""Largest gap between the logits of the two kinds of keys, if a finer ratio can make it smaller."""
 LONGEST_RUN = 64
 MOST_TERMS = {"float16": 1 << 15, "bfloat16": 1 << 9}
 """Pairs that add to one element of a gradient of `counted_pairs`, at most: among more, rounding hides a single one."""
@@ -81,7 +81,7 @@ def counted(
     rank = 2 * (order // 4) + order % 2
     width = np.array([RUNS[n % len(RUNS)] for n in range(w.value_dim)])
     code = 1 - 2 * ((rank[..., None] + rng.integers(2 * width, size=(2, w.value_dim))[kind]) // width % 2)
-    # Where all rows see all keys, both kinds might cancel: then a ratio between them would not show.
+    # If all rows see all keys, both kinds might cancel: then a ratio between them would not show.
     begun = order < BEGUN
     code[begun] = signs(BEGUN, w.value_dim)[order[begun]]
     ratio, power = _sizes(w)
@@ -116,7 +116,7 @@ def _channels(w: Workload) -> int:
 
 
 def can_be_steep(w: Workload) -> bool:
-    """Return whether `steep` says anything: a soft cap must turn all its logits into the same one, or there is none."""
+    """Return whether `steep` shows anything: without a soft cap, or with one that makes all its logits equal."""
     least = RUNGS * abs(w.softmax_scale) * _channels(w) * 2.0 ** _steep_power(w)
     return w.softcap is None or least >= SATURATED * w.softcap
 

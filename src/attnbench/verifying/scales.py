@@ -10,17 +10,17 @@ wrong it is, and over many elements far sharper than any norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from attnbench.frameworks import OUTPUTS, Inputs
+from attnbench.frameworks import Inputs
 from attnbench.spec import DTYPE_BYTES, Array
 from attnbench.verifying.draws import SCALED, SETS
 from attnbench.verifying.invariants import head_norms
-from attnbench.verifying.subject import Subject, Wrong, run
-from attnbench.verifying.tolerance import EPS, SLACK, Limits, rounded_terms, typical_row
+from attnbench.verifying.subject import Examination, Subject, Wrong
+from attnbench.verifying.tolerance import EPS, SLACK, Limits, first_over, rounded_terms, typical_row
 
 SCALES = (0.1, 1.0, 10.0, 100.0)
 COMPARED = (10.0, 100.0)
@@ -38,23 +38,33 @@ FLOAT16_POWERS = ((4, 2, 2), (2, 4, -2))
 """Powers of two for V, dO and Q (K gets the inverse), of each call: as far as the exponents of the dtype go."""
 
 
-def check_magnitudes(
-    subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits], thorough: bool
-) -> tuple[str, str]:
-    """Check results at all scales and return the scales that were tried, and the property that holds.
+def check_magnitudes(examination: Examination) -> tuple[str, ...]:
+    """Check results at all scales, note the scales that were tried, and return the property that holds.
 
-    `good` are the outputs on the first input set.
+    Scales at which the inputs overflow are skipped. For an implementation that declares its error, results need only
+    be finite.
     """
-    held = "" if subject.declared_error is not None else _check_powers(subject, good, limits)
-    scales = SCALES if thorough else COMPARED
-    tried = [f"{scale:g}" for scale in scales if _check_scale(subject, scale)]
-    first, fw = subject.draws.inputs(subject.layout)[0], subject.framework
+    subject, fw = examination.subject, examination.subject.framework
+    exact = subject.declared_error is None
+    if exact:
+        _check_powers(subject, examination.outputs, examination.limits)
+    tried: list[str] = []
+    for scale in SCALES if examination.thorough else COMPARED:
+        inputs = subject.draws.scaled(subject.layout, scale)
+        if all(fw.is_finite(x) for x in inputs):
+            outputs = subject.outputs(inputs)
+            _require_finite(subject, outputs, f"inputs scaled by {scale:g}")
+            if exact and scale in COMPARED:
+                require_right(subject, scale, outputs)
+            tried.append(f"{scale:g}")
+    first = subject.draws.inputs(subject.layout)[0]
     q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
-    _require_finite(subject, run(subject.programs.main, first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
-    return "scales " + ", ".join([*tried, "outlier"]), held
+    _require_finite(subject, subject.outputs(first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
+    examination.stability = "scales " + ", ".join([*tried, "outlier"])
+    return ("exact under powers of two",) if exact else ()
 
 
-def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> str:
+def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
     fw, w = subject.framework, subject.workload
     first = subject.draws.inputs(subject.layout)[0]
     for of_v, of_dout, of_q in FLOAT16_POWERS if w.dtype == "float16" else POWERS:
@@ -62,25 +72,21 @@ def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[s
         inputs = Inputs(*(fw.multiply(x, np.array(2.0**n)) for x, n in zip(first, powers)))
         if not all(fw.is_finite(x) for x in inputs):
             continue
-        outputs = run(subject.programs.main, inputs)
-        fw.wait(outputs)
         back = {"out": -of_v, "dq": of_q - of_v - of_dout, "dk": -of_q - of_v - of_dout, "dv": -of_dout}
-        for name, array in zip(OUTPUTS[w.pass_], outputs):
+        for name, array in subject.outputs(inputs).items():
             found = fw.multiply(array, np.array(2.0 ** back[name]))
             if fw.same_bits(found, good[name]):
                 continue
-            wide = "float64" if w.dtype == "float64" else "float32"
-            right = fw.cast(good[name], wide)
-            size, off = (head_norms(subject, x) for x in (right, fw.cast(found, wide) - right))
+            right = fw.cast(good[name], subject.wide)
+            size, off = (head_norms(subject, x) for x in (right, fw.cast(found, subject.wide) - right))
             allowed = SLACK * limits[name].relative * np.maximum(size, 0.1 * np.median(size)) + _rounded(subject, name)
-            if (over := ~(off <= allowed)).any():
-                batch, head = (int(n) for n in np.argwhere(over)[0])
+            if differs := first_over(off, allowed):
+                batch, head = differs.place
                 raise Wrong(
                     f"{name} does not follow its inputs: V times 2^{of_v}, dO times 2^{of_dout}, Q times 2^{of_q} and "
                     f"K times 2^{-of_q} multiply it exactly, but batch {batch}, head {head} differs by "
-                    f"{off[batch, head]:.1e}, {allowed[batch, head]:.1e} allowed"
+                    f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
                 )
-    return "exact under powers of two"
 
 
 def _rounded(subject: Subject, name: str) -> float:
@@ -94,61 +100,41 @@ def _rounded(subject: Subject, name: str) -> float:
     return max((float(np.linalg.norm(one)) for one in least), default=0.0)
 
 
-def _check_scale(subject: Subject, scale: float) -> bool:
-    """Check results at a scale and return whether it could be tried: inputs that overflow say nothing."""
-    inputs = subject.draws.scaled(subject.layout, scale)
-    if not all(subject.framework.is_finite(x) for x in inputs):
-        return False
-    outputs = run(subject.programs.main, inputs)
-    _require_finite(subject, outputs, f"inputs scaled by {scale:g}")
-    if subject.declared_error is None and scale in COMPARED:
-        require_right(subject, scale, dict(zip(OUTPUTS[subject.workload.pass_], outputs)))
-    return True
-
-
-def _require_finite(subject: Subject, outputs: tuple[Array, ...], case: str) -> None:
-    if not all(subject.framework.is_finite(array) for array in outputs):
+def _require_finite(subject: Subject, outputs: Mapping[str, Array], case: str) -> None:
+    if not all(subject.framework.is_finite(array) for array in outputs.values()):
         raise Wrong(f"unstable: NaN or Inf with {case}, where the reference is finite")
 
 
 def require_right(subject: Subject, scale: float, outputs: Mapping[str, Array]) -> None:
     """Compare the output's sampled rows with the truth, or the whole dV of a head if there is no output.
 
-    Clear rows are compared one by one, and all together as far as rounding lets keys that nearly tie change places.
+    Clear rows are compared one by one (none with a soft cap, near which all keys tie), and all together as far as
+    rounding lets keys that nearly tie change places.
     """
-    draws, w = subject.draws, subject.workload
+    draws, w, inputs = subject.draws, subject.workload, f"{SCALED}{scale:g}"
     name = "out" if "out" in outputs else "dv"
     if name == "dv" and not draws.gradient_heads:
         return
+    clear = None
+    if name == "out":
+        gap, largest = draws.logit_gaps(inputs)
+        clear = (gap > CLEAR_GAP + CLEAR_ROUNDED * EPS[w.dtype] * largest) & (w.softcap is None)
     heads = draws.sample.heads if name == "out" else draws.gradient_heads
-    clear = _clear_rows(subject, f"{SCALED}{scale:g}") if name == "out" else None
-    for n, (at, truth) in enumerate(zip(heads, draws.truths(f"{SCALED}{scale:g}", name == "dv"))):
-        members = slice(at[1] * w.group, (at[1] + 1) * w.group) if name == "out" else slice(at[1], at[1] + 1)
-        got = subject.head_rows(outputs[name], at[0], members, draws.sample.rows if name == "out" else None)
+    sampled = subject.sampled(name, outputs[name])
+    for n, (at, got, truth) in enumerate(zip(heads, sampled, draws.truths(inputs, name == "dv"))):
+        exact, plain = truth.exact(name), truth.plain(name)
         if clear is not None:
-            exact, plain = truth.out, truth.plain_out
             _require_clear_rows(subject, scale, at, clear[n], got, exact)
-        else:
-            assert truth.grads is not None
-            assert truth.plain_grads is not None
-            exact, plain = truth.grads[2][None], truth.plain_grads[2][None]
         size, off, usual = (np.linalg.norm(x, axis=(1, 2)) for x in (exact, got - exact, plain - exact))
         size = np.where(size > 0, size, 1.0)
         usual = np.where(np.isfinite(usual), usual / size, 1.0)
         allowed = np.minimum(LARGE_FACTOR * usual + LARGE_FLOOR[DTYPE_BYTES[w.dtype]], LARGE_MOST)
-        if (over := ~(off / size <= allowed)).any():
-            member = int(np.argmax(over))
+        if differs := first_over(off / size, allowed):
+            head = subject.members(name, at).start + differs.place[0]
             raise Wrong(
-                f"{name} is wrong for inputs scaled by {scale:g} (large logits): batch {at[0]}, head "
-                f"{members.start + member} is off by {off[member] / size[member]:.1e}, {allowed[member]:.1e} allowed"
+                f"{name} is wrong for inputs scaled by {scale:g} (large logits): batch {at[0]}, head {head} is off by "
+                f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
             )
-
-
-def _clear_rows(subject: Subject, inputs: str) -> np.ndarray:
-    """Return which of the sampled rows are clear, [heads, members, rows]; none with a soft cap, near which all tie."""
-    gap, largest = subject.draws.logit_gaps(inputs)
-    clear = gap > CLEAR_GAP + CLEAR_ROUNDED * EPS[subject.workload.dtype] * largest
-    return clear & (subject.workload.softcap is None)
 
 
 def _require_clear_rows(
@@ -158,13 +144,13 @@ def _require_clear_rows(
     off, size = (np.linalg.norm(x, axis=-1) for x in (got - exact, exact))
     share = np.where(clear, off / np.maximum(size, typical_row(size)), 0.0)
     allowed = CLEAR_ROW + CLEAR_ULPS * EPS[subject.workload.dtype]
-    if (over := ~(share <= allowed)).any():
-        member, row = (int(n) for n in np.argwhere(over)[0])
+    if differs := first_over(share, allowed):
+        member, row = differs.place
         raise Wrong(
-            f"out is wrong for inputs scaled by {scale:g} (large logits): {np.count_nonzero(over)} of "
+            f"out is wrong for inputs scaled by {scale:g} (large logits): {np.count_nonzero(~(share <= allowed))} of "
             f"{np.count_nonzero(clear)} rows in which one key has all the weight, first at batch {at[0]}, head "
             f"{at[1] * subject.workload.group + member}, row {subject.draws.sample.rows[row]} (off by "
-            f"{share[member, row]:.1e}, {allowed:.1e} allowed)"
+            f"{differs.share:.1e}, {allowed:.1e} allowed)"
         )
 
 
@@ -178,97 +164,64 @@ PLAIN_FACTOR = 2
 ENOUGH_ROWS, MOST_SETS = 64, 32
 """Rows that an estimate needs, and the most input sets that are drawn to reach them."""
 
-Sampled = Callable[[Subject, str, Array], list[np.ndarray]]
-"""Outputs of the heads whose truth is known: (subject, name, array) -> [members, rows, width] of each."""
-
-
 Sets = Mapping[int | str, Mapping[str, Sequence[np.ndarray]]]
 """Input set or probe -> the outputs on it, {name: sampled heads}."""
 
 
-def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Sequence[np.ndarray]], sampled: Sampled) -> None:
+def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Array]) -> tuple[str, ...]:
     """Estimate scale and soft cap from the outputs on the first input set; raises Wrong if one is off.
 
-    `outputs` are the sampled heads by name. More sets are drawn if the first has too few rows or is not of normal
-    numbers. Gradients show the soft cap best on logits near it.
+    More sets are drawn if the first has too few rows or is not of normal numbers. Gradients show the soft cap best on
+    logits near it.
     """
-    w = subject.workload
+    w, draws = subject.workload, subject.draws
     asked = {"scale": (w.softmax_scale, SCALE_OFF)}
     if w.softcap is not None:
         asked["softcap"] = (w.softcap, CAP_OFF)
-    sets: Sets = {0: outputs}
-    rows = len(subject.draws.sample.heads) * min(w.group * len(subject.draws.sample.rows), w.kv_len)
+    rows = len(draws.sample.heads) * min(w.group * len(draws.sample.rows), w.kv_len)
     if rows < ENOUGH_ROWS or w.inputs != "normal":
         more = min(MOST_SETS, -(-ENOUGH_ROWS // rows))
-        sets = {which: _outputs(subject, which, sampled) for which in range(SETS, SETS + more)}
-    names = [name for name in outputs if name == "out" or subject.draws.gradient_heads]
+        sets: Sets = {which: _sampled_outputs(subject, which) for which in range(SETS, SETS + more)}
+    else:
+        sets = {0: {name: subject.sampled(name, array) for name, array in outputs.items()}}
+    names = [name for name in outputs if name == "out" or draws.gradient_heads]
     for parameter, (value, off) in asked.items():
         for name in names if value else ():
             _require_estimate(subject, name, parameter, value, off, sets)
     if w.softcap is not None and (gradients := [name for name in names if name != "out"]):
-        pointed: Sets = {"pointed": _outputs(subject, "pointed", sampled)}
+        pointed: Sets = {"pointed": _sampled_outputs(subject, "pointed")}
         for name in gradients:
             _require_estimate(subject, name, "softcap", w.softcap, CAP_OFF, pointed)
+    return ()
 
 
-def _outputs(subject: Subject, which: int | str, sampled: Sampled) -> dict[str, Sequence[np.ndarray]]:
-    fw = subject.framework
-    inputs = Inputs(*(fw.transpose(x, "bshd", subject.layout) for x in subject.draws.input_set(which)))
-    found = run(subject.programs.main, inputs)
-    fw.wait(found)
-    return {name: sampled(subject, name, array) for name, array in zip(OUTPUTS[subject.workload.pass_], found)}
+def _sampled_outputs(subject: Subject, which: int | str) -> dict[str, Sequence[np.ndarray]]:
+    inputs = Inputs(*(subject.framework.transpose(x, "bshd", subject.layout) for x in subject.draws.input_set(which)))
+    return {name: subject.sampled(name, array) for name, array in subject.outputs(inputs).items()}
 
 
-def _require_estimate(
-    subject: Subject,
-    name: str,
-    parameter: str,
-    value: float,
-    off: float,
-    sets: Sets,
-) -> None:
-    at, gradients = ("out", "dq", "dk", "dv").index(name), name != "out"
+def _require_estimate(subject: Subject, name: str, parameter: str, value: float, off: float, sets: Sets) -> None:
+    """Require that a parameter, estimated over all sampled heads, is near its value; the scale in every head too, since
+    one wrong head among many moves the estimate over all of them little."""
+    draws, gradients = subject.draws, name != "out"
     errors, usual, slopes = [], [], []
     for which, outputs in sets.items():
-        truths = subject.draws.truths(which, gradients)
-        for got, truth, slope in zip(
-            outputs[name], truths, subject.draws.shifted(which, gradients, STEP, **{parameter: value})
-        ):
-            exact, plain = (
-                (truth.out, truth.plain_out)
-                if truth.grads is None or truth.plain_grads is None or not at
-                else (truth.grads[at - 1], truth.plain_grads[at - 1])
-            )
-            errors.append(got.reshape(exact.shape) - exact)
-            usual.append(plain - exact)
-            slopes.append(slope[at])
+        found = draws.shifted(which, gradients, STEP, **{parameter: value})
+        for got, truth, slope in zip(outputs[name], draws.truths(which, gradients), found):
+            exact = truth.exact(name)
+            errors.append(got - exact)
+            usual.append(truth.plain(name) - exact)
+            slopes.append(slope[("out", "dq", "dk", "dv").index(name)].reshape(exact.shape))
     _require_near(f"{name}: as if {parameter} were", errors, usual, slopes, value, off)
-    if parameter == "scale":
-        _require_each_head(subject, name, errors, usual, slopes, value, off)
-
-
-def _require_each_head(
-    subject: Subject,
-    name: str,
-    errors: Sequence[np.ndarray],
-    usual: Sequence[np.ndarray],
-    slopes: Sequence[np.ndarray],
-    value: float,
-    off: float,
-) -> None:
-    """Estimate the scale of every sampled head: one wrong head among many moves the estimate over all of them little.
-
-    The arrays, [members, rows, width] or [rows, width], are those of each head on the first set, then on the next.
-    """
-    heads = subject.draws.sample.heads if name == "out" else subject.draws.gradient_heads
-    parts = [[x.reshape(-1, *x.shape[-2:]) for x in arrays] for arrays in (errors, usual, slopes)]
-    members = len(parts[0][0])
+    heads, members = draws.gradient_heads if gradients else draws.sample.heads, len(errors[0])
     count = len(heads) * members
-    for n, (batch, index) in enumerate(heads) if count > 1 else ():
-        for member in range(members):
-            mine, plain, slope = ([x[member] for x in arrays[n :: len(heads)]] for arrays in parts)
-            head = f"head {index * members + member}" if name in ("out", "dq") else f"key/value head {index}"
-            what = f"{name}: as if in batch {batch}, {head} scale were"
+    if parameter != "scale" or count == 1:
+        return
+    for n, at in enumerate(heads):
+        for member in range(members):  # of each head on the first set, then on the next
+            mine, plain, slope = ([x[member] for x in arrays[n :: len(heads)]] for arrays in (errors, usual, slopes))
+            head = f"{'head' if name in ('out', 'dq') else 'key/value head'} {subject.members(name, at).start + member}"
+            what = f"{name}: as if in batch {at[0]}, {head} scale were"
             _require_near(what, mine, plain, slope, value, off, TAIL / count)
 
 
@@ -290,14 +243,14 @@ def _require_near(
         )
 
 
-class Estimate(NamedTuple):
+class ShareEstimate(NamedTuple):
     """The share by which a parameter seems off, and how far chance alone may move it."""
 
     value: float
     uncertainty: float
 
 
-def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> Estimate:
+def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> ShareEstimate:
     """Return the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope.
 
     Errors within a row are not independent, since a rounded logit moves all of it; those of different rows are taken as
@@ -307,12 +260,12 @@ def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: f
     weights = np.einsum("ij,ij->i", slope, slope)
     size = float(weights.sum())
     if not size > 0:
-        return Estimate(0.0, float("inf"))
+        return ShareEstimate(0.0, float("inf"))
     found = float(np.vdot(error, slope)) / size
     rest = np.einsum("ij,ij->i", error - found * slope, slope)
     rows = size**2 / float(weights @ weights)
     if rows < 2:
-        return Estimate(found, float("inf"))
+        return ShareEstimate(found, float("inf"))
     from scipy.special import stdtrit
 
-    return Estimate(found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size))
+    return ShareEstimate(found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size))

@@ -1,9 +1,9 @@
 """The quality of sparse attention beside dense attention: achieved sparsity, recall of attention mass, error of the
 output.
 
-Two cases. A mask with a `blocks` part says itself what is dropped: it is compared with the same mask without it, on the
-sampled rows, in float64. An approximate implementation that selects is asked what it chose, and its LSE tells what it
-found: exp(its LSE - the true one) is the share of a row's attention mass that lies in what was kept.
+There are two cases. A mask with a `blocks` part defines what is dropped: it is compared with the same mask without that
+part, on the sampled rows, in float64. An approximate implementation that selects keys reports its selection, and its
+LSE gives the recall: exp(its LSE - the true one) is the share of a row's attention mass that the kept keys have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ def quality_of(subject: Subject, implementation: Implementation, config: Config,
         return {}
     chosen = implementation.quality(subject.workload, config)
     if chosen is None:
-        return _of_the_mask(subject)
+        if (dense := subject.draws.without_blocks) is None:
+            return {}
+        layout = block_layout(subject.workload.visible_mask, subject.workload.mask_shape)
+        sparsity = {} if layout is None else {"sparsity": layout.sparsity}
+        kept, whole = subject.draws.truths(0, gradients=False), dense.truths(0, gradients=False)
+        recall = _recall([truth.lse for truth in kept], [truth.lse for truth in whole])
+        error = relative_error([truth.out for truth in kept], [truth.out for truth in whole])
+        return {**sparsity, "recall": recall, "output_error": error}
     inputs = subject.draws.inputs(subject.layout)[0]
     figures = chosen(inputs.q, inputs.k, inputs.v)
     if errors.forward is not None:
@@ -38,18 +45,6 @@ def quality_of(subject: Subject, implementation: Implementation, config: Config,
     if least is not None and not figures.get("recall", 0.0) >= least:
         raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")
     return figures
-
-
-def _of_the_mask(subject: Subject) -> dict[str, float]:
-    dense = subject.draws.without_blocks
-    if dense is None:
-        return {}
-    layout = block_layout(subject.workload.visible_mask, subject.workload.mask_shape)
-    sparsity = {} if layout is None else {"sparsity": layout.sparsity}
-    kept, whole = subject.draws.truths(0, gradients=False), dense.truths(0, gradients=False)
-    recall = _recall([truth.lse for truth in kept], [truth.lse for truth in whole])
-    error = relative_error([truth.out for truth in kept], [truth.out for truth in whole])
-    return {**sparsity, "recall": recall, "output_error": error}
 
 
 def _recall(kept: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> float:

@@ -1,14 +1,19 @@
-"""The subject of an examination: one built call with its compiled programs, on one device, with its inputs."""
+"""The subject of an examination: one built call with its compiled programs, on one device, with its inputs.
+
+An examination is a subject whose outputs are right, and what was found about it so far.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from attnbench.frameworks import Framework, Inputs, Program, Programs
-from attnbench.spec import Array, Call, Errors, Layout, Workload
+from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
+from attnbench.spec import Array, Call, Errors, Layout, Partial, VerifiedAt, Workload
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.tolerance import BACKWARD_FACTOR, Limits
 
 
 def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
@@ -39,6 +44,29 @@ class Subject:
     lse_gradient: bool = False
     """Whether the LSE is declared to be differentiable."""
 
+    def outputs(self, inputs: Inputs) -> dict[str, Array]:
+        """Return the finished outputs of one untimed call by name."""
+        arrays = run(self.programs.main, inputs)
+        self.framework.wait(arrays)
+        return self.named(arrays)
+
+    def named(self, arrays: tuple[Array, ...]) -> dict[str, Array]:
+        """Return the outputs of a call by name."""
+        return dict(zip(OUTPUTS[self.workload.pass_], arrays))
+
+    def row(self, inputs: Inputs, batch: int) -> np.ndarray:
+        """Return [tokens, heads, width] of one batch row of the main program's output, as NumPy."""
+        out = run(self.programs.main, inputs)[0]
+        self.framework.wait(out)
+        row = self.framework.numpy(out[batch])
+        return row if self.layout == "bshd" else row.transpose(1, 0, 2)
+
+    def members(self, name: str, at: tuple[int, int]) -> slice:
+        """Return the heads of an output that belong to a pair of batch row and key/value head: a group of query heads,
+        or the one head of a gradient of K or V."""
+        count = 1 if name in ("dk", "dv") else self.workload.group
+        return slice(at[1] * count, (at[1] + 1) * count)
+
     def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
         """Return [heads, rows, width] of one batch row as float64, from any layout."""
         part = array[batch]
@@ -47,12 +75,16 @@ class Subject:
         values = values.transpose(1, 0, 2) if self.layout == "bshd" else values
         return values if rows is None else values[:, rows]
 
-    def output(self, inputs: Inputs, batch: int) -> np.ndarray:
-        """Return [tokens, heads, width] of one batch row of the main program's output, as NumPy."""
-        out = run(self.programs.main, inputs)[0]
-        self.framework.wait(out)
-        row = self.framework.numpy(out[batch])
-        return row if self.layout == "bshd" else row.transpose(1, 0, 2)
+    def sampled(self, name: str, array: Array) -> list[np.ndarray]:
+        """Return rows [members, rows, width] of each head whose truth is known in float64."""
+        sample = self.draws.sample
+        heads, rows = (sample.heads, sample.rows) if name == "out" else (self.draws.gradient_heads, None)
+        return [self.head_rows(array, at[0], self.members(name, at), rows) for at in heads]
+
+    @property
+    def wide(self) -> str:
+        """Dtype in which outputs are compared with each other on their device."""
+        return "float64" if self.workload.dtype == "float64" else "float32"
 
     @property
     def summed(self) -> int:
@@ -64,3 +96,59 @@ class Subject:
     def head_axis(self) -> int:
         """Axis of the heads in this layout."""
         return 2 if self.layout == "bshd" else 1
+
+
+Build = Callable[[Workload], Call | None]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Results of a right subject; `good` are its outputs on each input set, for checks between timings."""
+
+    errors: Errors
+    verified_at: VerifiedAt
+    deterministic: bool
+    good: list[tuple[Array, ...]]
+    forward: Limits | None
+    backward: Mapping[str, Limits] | None
+    """Allowed errors of each gradient; as those of `forward`, None if they were not compared."""
+
+    def limits(self, name: str, dtype: str) -> Limits:
+        """Return the allowed errors of an output.
+
+        Gradients that were too large to compare are allowed what follows from the output's limits.
+        """
+        known = (self.backward or {}).get(name) if name.startswith("d") else self.forward
+        if known is not None:
+            return known
+        return Limits.of_rounding(dtype) if self.forward is None else self.forward.widened(BACKWARD_FACTOR)
+
+
+@dataclass
+class Examination:
+    """A subject whose outputs are right on the drawn inputs, and the results of further checks."""
+
+    subject: Subject
+    found: Findings
+    thorough: bool
+    build: Build | None
+    """Function that returns the implementation's call for another workload, or None."""
+    partial: Callable[[], Partial | None] | None
+    """Function that returns the implementation's partial form, or None."""
+    lse: float | None = None
+    """Error of the LSE."""
+    stability: str = ""
+    """Scales of the inputs at which results are finite and right."""
+    hidden_nan: str = ""
+    """Reach of a NaN that the mask hides: contained or leaks."""
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        """Verified outputs on the first input set, by name."""
+        return self.subject.named(self.found.good[0])
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """Allowed errors of each output."""
+        workload = self.subject.workload
+        return {name: self.found.limits(name, workload.dtype) for name in OUTPUTS[workload.pass_]}

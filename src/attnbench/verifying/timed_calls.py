@@ -20,10 +20,9 @@ from attnbench import reference
 from attnbench.frameworks import Framework
 from attnbench.frameworks.base import Watch
 from attnbench.spec import ONLY_TIMED, Array, Layout, Workload
-from attnbench.verifying.checks import Findings
 from attnbench.verifying.input_transforms import CallInputs, Transform, Transforms
 from attnbench.verifying.invariants import OVERWRITES
-from attnbench.verifying.subject import Wrong
+from attnbench.verifying.subject import Findings, Wrong
 from attnbench.verifying.tolerance import (
     LARGE_ROW,
     MISSING,
@@ -31,6 +30,7 @@ from attnbench.verifying.tolerance import (
     SMALL_ROW,
     ZERO_ROW,
     apart,
+    first_over,
     rounded_terms,
     row_errors,
     spot,
@@ -64,7 +64,7 @@ class Look(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Outputs of one call, and the rows copied of them when its sample was timed, if any."""
+    """Outputs of one call, and rows that were copied from them when its sample was timed, if any."""
 
     which: int
     transform: Transform
@@ -101,7 +101,7 @@ class Boxes:
         return array_api_compat.array_namespace(head).take(head, index, axis=self.token_axis)
 
     def row_factors(self, each: Sequence[np.ndarray], at: tuple[int, int], rows: int, of_keys: bool = False) -> Array:
-        """Cut the factors of a head out of those of several calls, and repeat each for so many rows of its call."""
+        """Cut the factors of a head out of those of several calls, and repeat each for `rows` rows of its call."""
         group = 1 if of_keys else self.workload.group
         heads = slice(at[1] * group, (at[1] + 1) * group)
         cut = [one[at[0], :, heads] if self.head_axis == 2 else one[at[0], heads] for one in each]
@@ -213,9 +213,8 @@ class TimedChecks:
             self.compare_whole(held.which, held.transform, held.outputs, main)
         elif "dk" in held.outputs:
             self._compare_sums(held, calls.at)
-            w = self._workload
             if self._wants_keys(main):
-                self._compare_keys(held, (int(self._rng.integers(w.batch)), int(self._rng.integers(w.kv_heads))))
+                self._compare_keys(held)
 
     def compare_whole(self, which: int, transform: Transform, outputs: Mapping[str, Array], main: bool = True) -> None:
         """Compare all outputs of a call with a known transform with the verified ones."""
@@ -291,17 +290,16 @@ class TimedChecks:
         if transforms[0].noise is not None:
             noise = self.boxes.row_factors([one.noise for one in transforms if one.noise is not None], at, each)
         factors = self.boxes.row_factors([one.q for one in transforms], at, each)
-        return self._transforms.queries(self._rows(self._sets[which].q, at, rows), factors, noise, rows)
+        q = self.boxes.rows(self._sets[which].q, at, rows, self._device)
+        return self._transforms.queries(q, factors, noise, rows)
 
     def _cotangents(self, which: int, transforms: Sequence[Transform], at: tuple[int, int], rows: np.ndarray) -> Array:
         """Return rows of dO as the calls got them, the same number of each call."""
         each = len(rows) // len(transforms)
         rolled = (rows + np.repeat([one.roll for one in transforms], each)) % self._workload.q_len
         factors = self.boxes.row_factors([one.dout for one in transforms], at, each)
-        return self._framework.multiply(self._rows(self._sets[which].cotangent(), at, rolled), factors)
-
-    def _rows(self, array: Array, at: tuple[int, int], rows: np.ndarray) -> Array:
-        return self.boxes.rows(array, at, rows, self._device)
+        dout = self.boxes.rows(self._sets[which].cotangent(), at, rolled, self._device)
+        return self._framework.multiply(dout, factors)
 
     def _require_rows(
         self,
@@ -319,11 +317,10 @@ class TimedChecks:
         share = row_errors(off, size, least, self._workload.dtype, scale)
         large = (size >= LARGE_ROW * typical) & np.isfinite(limits.row)
         allowed = np.where(large, min(limits.row, MISSING), limits.row)
-        if (over := ~(share <= allowed)).any():
-            member, index = (int(n) for n in np.argwhere(over)[0])
+        if differs := first_over(share, allowed):
+            member, index = differs.place
             head = f"head {at[1] * self._workload.group + member}" if name in COPIED else f"key/value head {at[1]}"
-            where = f"batch {at[0]}, {head}, row {rows[index]}"
-            raise _wrong(name, where, float(share[member, index]), float(allowed[member, index]))
+            raise _wrong(name, f"batch {at[0]}, {head}, row {rows[index]}", differs.share, differs.allowed)
         if name == "out" and off.size >= MANY_ROWS:
             relative, most = float(np.linalg.norm(off) / (np.linalg.norm(size) or 1.0)), limits.relative
             if not relative <= min(most, NOTHING_LIKE):
@@ -390,13 +387,15 @@ class TimedChecks:
         self._keys_compared.add(main)
         return first or self._rng.random() < KEY_PAIRS * faster / pairs
 
-    def _compare_keys(self, held: Held, at: tuple[int, int]) -> None:
-        """Compare all rows of dK and dV of one head with the truth."""
+    def _compare_keys(self, held: Held) -> None:
+        """Compare all rows of dK and dV of a random head with the truth."""
         w = self._workload
+        at = int(self._rng.integers(w.batch)), int(self._rng.integers(w.kv_heads))
         rows, box = np.arange(w.q_len), Box(*at, 0, w.kv_len)
         k, v = self._keys_and_values(held, box)
-        made = (make(held.which, [held.transform], at, rows) for make in (self._queries, self._cotangents))
-        q, dout = map(self._wide, made)
+        q, dout = (
+            self._wide(make(held.which, [held.transform], at, rows)) for make in (self._queries, self._cotangents)
+        )
         head, found = reference.Head(q, k[0], v[0], *at), list[Any]([0.0, 0.0, 0.0])
         size = reference.BLOCK_PAIRS if self._on_host else DEVICE_BLOCK_PAIRS
         for some in reference.row_blocks(w, rows, size):

@@ -183,7 +183,7 @@ def compare(
         float(np.linalg.norm([np.linalg.norm(x) for x in exact])),
         typical * sum(x.size for x in exact) ** 0.5,
     )
-    if own < ZERO_ROW * np.linalg.norm(cancelled):  # it should be 0: what is there is rounding of these terms
+    if own < ZERO_ROW * np.linalg.norm(cancelled):  # it should be 0: its content is rounding of these terms
         expected = float(np.linalg.norm(cancelled))
     mine, yardstick = (_norms(x, exact, least, expected, dtype) for x in (got, plain))
     more = SUMMED_ULPS.get(dtype, 0.0) * summed**0.5
@@ -197,7 +197,7 @@ def compare(
         )
         limits = Limits(declared, float("inf"), float("inf"))
         return Compared(mine.relative, declared, mine.max_abs, fault, limits=limits)
-    # What a rounded output leaves of terms that cancel counts beside what is left of them, which may be nothing.
+    # Rounding of terms that cancel is allowed in addition, since their exact sum may be 0.
     terms = float(np.linalg.norm(least)) / (mine.total or 1.0)
     allowed = factor * yardstick.relative + EPS[dtype] * (WHOLE_FLOOR_ULPS[dtype] + more) + terms
     norms = {
@@ -224,7 +224,7 @@ def compare(
 def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, sizes: np.ndarray, dtype: str) -> Compared:
     """Compare the LSE of rows whose logits may be large, as a share of the largest logit's size (`sizes`, at least 1).
 
-    A kernel may round logits as the plain implementation does. -inf must stand exactly where no key is seen.
+    A kernel may round logits as the plain implementation does. -inf is required exactly in rows that see no key.
     """
     seen = np.isfinite(exact)
     if not np.array_equal(seen, np.isfinite(got)) or not np.all(got[~seen] == -np.inf):
@@ -240,7 +240,7 @@ def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, siz
 
 
 def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> Compared:
-    """Compare LSE [g, rows] absolutely; -inf must stand exactly where no key is seen."""
+    """Compare LSE [g, rows] absolutely; -inf is required exactly in rows that see no key."""
     mine, truth, yardstick = (np.concatenate([x.ravel() for x in arrays]) for arrays in (got, exact, plain))
     seen = np.isfinite(truth)
     if not np.array_equal(seen, np.isfinite(mine)) or not np.all(mine[~seen] == -np.inf):
@@ -291,12 +291,25 @@ def apart(framework: Framework, got: Array, good: Array, limits: Limits, dtype: 
     """Return where `got` differs from `good` [..., width]; None if their rows, elements and batch rows all agree."""
     if good.ndim < 2:
         got, good = got.reshape(1, -1), good.reshape(1, -1)
-    rows = _rows(framework, got, good, "float64" if dtype == "float64" else "float32")
+    rows = _norms_of_rows(framework, got, good, "float64" if dtype == "float64" else "float32")
     limits = limits.widened(SLACK)
-    return _row_apart(rows, limits.row) or _element_apart(rows, limits.largest) or _whole_apart(rows, limits.relative)
+    large = rows.size >= LARGE_ROW * typical_row(rows.size)
+    allowed = np.where(large & math.isfinite(limits.row), min(limits.row, MISSING), limits.row)
+    if differs := first_over(rows.off / row_scales(rows.size), allowed):
+        return differs
+    most, place = rows.largest_off
+    share = most / rows.largest if rows.largest else math.inf if most else 0.0
+    if not share <= limits.largest:
+        return Apart(place, share, limits.largest)
+    # Batch rows as a whole; an array without batch, tokens and heads counts as one.
+    count = rows.size.shape[0] if rows.size.ndim == 3 else 1
+    size, off = (np.linalg.norm(norms.reshape(count, -1), axis=1) for norms in (rows.size, rows.off))
+    size = np.maximum(size, SMALL * np.median(size))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return first_over(np.where(off == 0, 0.0, off / size), limits.relative)
 
 
-def _rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
+def _norms_of_rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
     shape = tuple(good.shape)
     size, off = np.zeros(shape[:-1]), np.zeros(shape[:-1])
     largest, worst = 0.0, (0.0, (0,) * (len(shape) - 1))
@@ -304,7 +317,9 @@ def _rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
     for block in _blocks(shape):
         right = framework.cast(good[block], wide)
         difference = framework.cast(got[block], wide) - right
-        size[block], off[block] = (_block_norms(framework, xp, array) for array in (right, difference))
+        size[block], off[block] = (
+            np.sqrt(framework.numpy(xp.sum(array * array, axis=-1)).astype(np.float64)) for array in (right, difference)
+        )
         largest = max(largest, float(framework.numpy(xp.max(xp.abs(right)))))
         most = float(framework.numpy(xp.max(xp.abs(difference))))
         if not most <= worst[0]:
@@ -312,10 +327,6 @@ def _rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
             start = (*(part.start for part in block), *(0 for _ in range(len(corner) - len(block))))
             worst = most, tuple(int(n) + first for n, first in zip(corner, start))
     return _Rows(size, off, largest, worst)
-
-
-def _block_norms(framework: Framework, xp, array: Array) -> np.ndarray:  # noqa: ANN001
-    return np.sqrt(framework.numpy(xp.sum(array * array, axis=-1)).astype(np.float64))
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
@@ -332,32 +343,10 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
             yield from ((outer, slice(at, at + step)) for at in range(0, second, step))
 
 
-def _row_apart(rows: _Rows, limit: float) -> Apart | None:
-    share = rows.off / row_scales(rows.size)
-    large = rows.size >= LARGE_ROW * typical_row(rows.size)
-    allowed = np.where(large & math.isfinite(limit), min(limit, MISSING), limit)
-    return _first(share, allowed)
-
-
-def _element_apart(rows: _Rows, limit: float) -> Apart | None:
-    most, index = rows.largest_off
-    share = most / rows.largest if rows.largest else math.inf if most else 0.0
-    return None if share <= limit else Apart(index, share, limit)
-
-
-def _whole_apart(rows: _Rows, limit: float) -> Apart | None:
-    """Return where batch rows differ as a whole; an array without batch, tokens and heads counts as one."""
-    count = rows.size.shape[0] if rows.size.ndim == 3 else 1
-    size, off = (np.linalg.norm(norms.reshape(count, -1), axis=1) for norms in (rows.size, rows.off))
-    size = np.maximum(size, SMALL * np.median(size))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(off == 0, 0.0, off / size)
-    return _first(share, np.full(count, limit))
-
-
-def _first(share: np.ndarray, allowed: np.ndarray) -> Apart | None:
+def first_over(share: np.ndarray, allowed: np.ndarray | float) -> Apart | None:
+    """Return the first place at which a share exceeds the allowed one or is NaN; None if there is no such place."""
     over = ~(share <= allowed)
     if not over.any():
         return None
-    index = np.unravel_index(int(np.argmax(over)), over.shape)
-    return Apart(tuple(int(n) for n in index), float(share[index]), float(allowed[index]))
+    place = np.unravel_index(int(np.argmax(over)), over.shape)
+    return Apart(tuple(int(n) for n in place), float(share[place]), float(np.broadcast_to(allowed, share.shape)[place]))

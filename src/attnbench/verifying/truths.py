@@ -1,4 +1,4 @@
-"""Right results of a workload, computed by whichever worker comes first and read by the others."""
+"""Right results of a workload: their computation, and a folder in which the worker that comes first leaves them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import array_api_compat
 import numpy as np
+
+from attnbench import reference
+from attnbench.spec import Array, Workload
 
 
 class Truth(NamedTuple):
@@ -24,6 +28,21 @@ class Truth(NamedTuple):
     cancelling_grads: tuple[np.ndarray, ...] | None = None
     """Sizes of the terms that cancel in each row of dq and of dk, see `reference.Gradients`."""
 
+    def exact(self, name: str) -> np.ndarray:
+        """Return the exact output or gradient of that name, [members, rows, width]."""
+        return _output_or_gradient(name, self.out, self.grads)
+
+    def plain(self, name: str) -> np.ndarray:
+        """Return the output or gradient of a plain implementation, [members, rows, width]."""
+        return _output_or_gradient(name, self.plain_out, self.plain_grads)
+
+
+def _output_or_gradient(name: str, out: np.ndarray, grads: tuple[np.ndarray, ...] | None) -> np.ndarray:
+    if name == "out":
+        return out
+    assert grads is not None
+    return grads[0] if name == "dq" else grads[("dq", "dk", "dv").index(name)][None]
+
 
 class Whole(NamedTuple):
     """Near-exact results of some heads of a whole output, the first axis: NumPy on a CPU, else arrays of the device."""
@@ -35,6 +54,53 @@ class Whole(NamedTuple):
     grads: tuple[Any, ...] | None
     cancelling_grads: tuple[Any, ...] | None = None
     """Sizes of the terms that cancel in each row of dq and of dk."""
+
+
+DEVICE_BLOCK_PAIRS = 1 << 27
+"""Most pairs of a query and a key that an accelerator computes at a time."""
+
+
+def results_of_heads(workload, arrays, at, rows, reach, gradients, namespace, wide, terms):  # noqa: ANN001, ANN201
+    """Return (out, lse, top) of the rows of n heads, with gradients also dq, dk, dv, and with `terms` what cancels in
+    them.
+
+    The arrays are q [n, g, t, d], k [n, 1, s, d], v [n, 1, s, e], dout [n, g, t, e], at ([n], [n]); `reach` bounds the
+    keys that each row may see.
+    """
+    q, k, v, dout = arrays
+    xp = array_api_compat.array_namespace(q)
+    head = reference.Head(q, k[:, 0], v[:, 0], *at)
+    pairs = reference.BLOCK_PAIRS if isinstance(q, np.ndarray) else DEVICE_BLOCK_PAIRS
+    blocks = reference.row_blocks(workload, rows, pairs, len(q))
+    keys = [reached(workload, reach, block) for block in blocks]
+    parts = [reference.forward_rows(workload, head, block, namespace, wide, some) for block, some in zip(blocks, keys)]
+    found = tuple(xp.concat([part[n] for part in parts], axis=2) for n in range(3))
+    if not gradients:
+        return found
+    pieces = [
+        reference.backward_rows(workload, head, dout, block, namespace, wide, terms, some)
+        for block, some in zip(blocks, keys)
+    ]
+    dq, *cancelling = (xp.concat([piece[n] for piece in pieces], axis=2) for n in ((0, 3) if terms else (0,)))
+    sums = [xp.zeros_like(head.k), xp.zeros_like(head.v), *([xp.zeros_like(head.k[..., 0])] if terms else [])]
+    for piece, some in zip(pieces, keys):
+        sums = [_added(xp, whole, part, some) for whole, part in zip(sums, (piece.dk, piece.dv, piece.key_terms))]
+    dk, dv, *key_terms = sums
+    return *found, dq, dk, dv, *cancelling, *(xp.sqrt(x) for x in key_terms)
+
+
+def reached(workload: Workload, reach: tuple[np.ndarray, np.ndarray], rows: np.ndarray) -> slice:
+    """Return the range of keys that any of the rows may see, at least one key."""
+    low = min(int(reach[0][rows].min()), workload.kv_len - 1)
+    return slice(low, max(int(reach[1][rows].max()), low + 1))
+
+
+def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
+    if isinstance(whole, np.ndarray):
+        whole[:, keys] += part
+        return whole
+    before, behind = whole[:, : keys.start], whole[:, keys.stop :]
+    return xp.concat([before, whole[:, keys] + part, behind], axis=1)
 
 
 Kind = TypeVar("Kind", Truth, Whole)
@@ -96,13 +162,8 @@ def _unpacked(stored: np.lib.npyio.NpzFile, kind: type[Kind]) -> list[Kind]:
         if key != "proof":
             number, name, _ = key.split("/")
             found.setdefault(int(number), {}).setdefault(name, []).append(stored[key])
-    return [
-        kind(*(_field(name, found[number].get(name)) for name in kind._fields))  # pyright: ignore[reportArgumentType]
-        for number in sorted(found)
-    ]
-
-
-def _field(name: str, arrays: list[np.ndarray] | None) -> np.ndarray | tuple[np.ndarray, ...] | None:
-    if arrays is None:
-        return None
-    return tuple(arrays) if name.endswith("grads") else arrays[0]
+    results: list[Kind] = []
+    for _, fields in sorted(found.items()):
+        values = {name: tuple(arrays) if name.endswith("grads") else arrays[0] for name, arrays in fields.items()}
+        results.append(kind(*(values.get(name) for name in kind._fields)))  # pyright: ignore[reportArgumentType]
+    return results

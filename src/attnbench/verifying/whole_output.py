@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from attnbench.frameworks import OUTPUTS
 from attnbench.spec import Array, Errors
 from attnbench.verifying import probes
 from attnbench.verifying.draws import Heads, by_head
-from attnbench.verifying.subject import Subject, Wrong, run
-from attnbench.verifying.tolerance import EPS, Limits, rounded_terms, row_errors, typical_row
+from attnbench.verifying.subject import Subject, Wrong
+from attnbench.verifying.tolerance import EPS, Limits, first_over, rounded_terms, row_errors, typical_row
 from attnbench.verifying.truths import Whole
 
 KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
@@ -43,7 +42,7 @@ SMALLEST_FLOAT16, UNDERFLOWS = 2.0**-24, 4
 LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
 
-class Rows(NamedTuple):
+class RowNorms(NamedTuple):
     """Norms of the compared rows of one output, [heads, members, rows]."""
 
     size: np.ndarray
@@ -57,7 +56,7 @@ def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str
     for name, rows in _compared(subject, "first", good).items():
         allowed = max(min(MORE_ROWS * limits[name].row, MISSING), LEAST_ROW)
         share = row_errors(rows.off, rows.size, rows.least, subject.workload.dtype)
-        _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, np.full_like(share, allowed))
+        _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, allowed)
     return ()
 
 
@@ -66,10 +65,9 @@ def check_counted(subject: Subject) -> tuple[str, ...]:
     if subject.workload.pass_ == "backward":
         return ()
     for name, words in (("counted", "keys counted"), ("shifted", "keys counted, logits of 0 and below")):
-        outputs = run(subject.programs.main, subject.draws.probe(name, subject.layout))
-        subject.framework.wait(outputs)
+        out = subject.outputs(subject.draws.probe(name, subject.layout))["out"]
         same = name == "counted" or subject.workload.softcap is None
-        require_counted(subject, outputs[0], f"output ({words})", "counted" if same else name)
+        require_counted(subject, out, f"output ({words})", "counted" if same else name)
     return ("one key more or less",)
 
 
@@ -82,8 +80,7 @@ def check_steep(subject: Subject) -> tuple[str, ...]:
     w, draws = subject.workload, subject.draws
     if not probes.can_be_steep(w):
         return ()
-    outputs = dict(zip(OUTPUTS[w.pass_], run(subject.programs.main, draws.probe("steep", subject.layout))))
-    subject.framework.wait(tuple(outputs.values()))
+    outputs = subject.outputs(draws.probe("steep", subject.layout))
     if not all(subject.framework.is_finite(array) for array in outputs.values()):
         raise Wrong("unstable: NaN or Inf if all logits lie far below 0, where the reference is finite")
     words = "(all logits far below 0)"
@@ -93,7 +90,7 @@ def check_steep(subject: Subject) -> tuple[str, ...]:
             continue
         mean = float(np.sqrt(np.mean(rows.size * rows.size))) or 1.0
         share = rows.off / np.maximum(rows.size, mean)
-        _require(subject, f"{LONG_NAMES[name]} {words}", name, share, np.full_like(share, STEEP_ROW))
+        _require(subject, f"{LONG_NAMES[name]} {words}", name, share, STEEP_ROW)
     return ("logits far below 0",)
 
 
@@ -102,7 +99,7 @@ def require_counted(subject: Subject, out: Array, what: str, inputs: str = "coun
     _require_keys(subject, _compared(subject, inputs, {"out": out})["out"], what)
 
 
-def _require_keys(subject: Subject, rows: Rows, what: str) -> None:
+def _require_keys(subject: Subject, rows: RowNorms, what: str) -> None:
     """Require that no row is off by more than a share of one key's weight."""
     unit = np.where(rows.least > 0, rows.least, 1.0)
     sums = KEY_SUMS * subject.workload.kv_len
@@ -119,8 +116,7 @@ def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
     w, draws = subject.workload, subject.draws
     if not w.needs_gradients or not draws.covered(True).heads or w.head_dim < 2 or not w.softmax_scale:
         return ()
-    outputs = dict(zip(OUTPUTS[w.pass_], run(subject.programs.main, draws.probe("counted_pairs", subject.layout))))
-    subject.framework.wait(tuple(outputs.values()))
+    outputs = subject.outputs(draws.probe("counted_pairs", subject.layout))
     weight, ulp = probes.pair_weight(draws.reached_keys), EPS[w.dtype]
     shares: dict[str, list[np.ndarray]] = {name: [] for name in ("dq", "dk", "dv")}
     for heads, truth in draws.whole("counted_pairs", True):
@@ -135,9 +131,8 @@ def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
             allowed = PAIR_SHARE * weight + ulp * (PAIR_ULPS * size + PAIR_NOISE * noise)
             found.append(_host(subject, xp.max(xp.abs(mine - right) / allowed, axis=-1)))
     for name, found in shares.items():
-        share = np.concatenate(found)
-        of = " times what rounding explains"
-        _require(subject, f"{LONG_NAMES[name]} (pairs counted)", name, share, np.ones_like(share), of)
+        what, of = f"{LONG_NAMES[name]} (pairs counted)", " times what rounding explains"
+        _require(subject, what, name, np.concatenate(found), 1.0, of)
     return ("one pair more or less",)
 
 
@@ -148,16 +143,15 @@ def check_pointed(subject: Subject) -> tuple[str, ...]:
     """
     if not subject.draws.covered(True).heads or not subject.workload.needs_gradients:
         return ()
-    outputs = run(subject.programs.main, subject.draws.probe("pointed", subject.layout))
-    subject.framework.wait(outputs)
+    outputs = subject.outputs(subject.draws.probe("pointed", subject.layout))
     ulp = EPS[subject.workload.dtype]
     logits = POINTED_PER_LOGIT * ulp * probes.pointed_logit(subject.workload)
     limit = POINTED_FLOOR + POINTED_ULPS * ulp + logits
-    for name, rows in _compared(subject, "pointed", dict(zip(OUTPUTS[subject.workload.pass_], outputs))).items():
+    for name, rows in _compared(subject, "pointed", outputs).items():
         what = f"{LONG_NAMES[name]} (queries that point at edges)"
         terms = POINTED_TERMS * rows.least
         share = rows.off / np.maximum(np.maximum(rows.size, typical_row(rows.size)), terms)
-        _require(subject, what, name, share, np.full_like(share, POINTED_ROW + logits))
+        _require(subject, what, name, share, POINTED_ROW + logits)
         size = float(np.linalg.norm(rows.size)) or 1.0
         relative, allowed = (float(np.linalg.norm(x)) / size for x in (rows.off, terms))
         if not relative <= limit + allowed:
@@ -169,7 +163,7 @@ def check_pointed(subject: Subject) -> tuple[str, ...]:
     return ("gradients at edges",)
 
 
-def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> dict[str, Rows]:
+def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> dict[str, RowNorms]:
     """Return the norms of all covered rows of each output that has some."""
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
     backward = [name for name in outputs if name != "out"]
@@ -184,7 +178,7 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
                 if name == "out" and len(sample.rows) < subject.workload.q_len:
                     mine = mine[:, :, sample.rows]
                 found[name].append(_norms(subject, name, mine, truth, inputs))
-    return {name: Rows(*(np.concatenate(parts) for parts in zip(*norms))) for name, norms in found.items() if norms}
+    return {name: RowNorms(*(np.concatenate(parts) for parts in zip(*norms))) for name, norms in found.items() if norms}
 
 
 def _heads(subject: Subject, array: Array, name: str, heads: Heads) -> Array:
@@ -243,17 +237,17 @@ def _host(subject: Subject, array: Array) -> np.ndarray:
     return (array if isinstance(array, np.ndarray) else subject.framework.numpy(array)).astype(np.float64)
 
 
-def _require(subject: Subject, what: str, name: str, share: np.ndarray, allowed: np.ndarray, of: str = "") -> None:
-    over = ~(share <= allowed)
-    if not over.any():
+def _require(
+    subject: Subject, what: str, name: str, share: np.ndarray, allowed: np.ndarray | float, of: str = ""
+) -> None:
+    if (differs := first_over(share, allowed)) is None:
         return
-    which, member, row = place = tuple(int(n) for n in np.unravel_index(int(np.argmax(over)), over.shape))
+    which, member, row = differs.place
     sample = subject.draws.covered(share.shape[0] != len(subject.draws.covered(False).heads))
-    members = subject.workload.group if name in ("out", "dq") else 1
-    batch, index = sample.heads[which]
-    token = int(sample.rows[row]) if name == "out" else row
+    at = sample.heads[which]
+    kind, token = "head" if name in ("out", "dq") else "key/value head", int(sample.rows[row]) if name == "out" else row
     raise Wrong(
-        f"{what}: {np.count_nonzero(over)} of {over.size} rows are wrong, first at batch {batch}, "
-        f"{'head' if name in ('out', 'dq') else 'key/value head'} {index * members + member}, row {token} "
-        f"(off by {share[place]:.1e}{of}, {allowed[place]:.1e} allowed)"
+        f"{what}: {np.count_nonzero(~(share <= allowed))} of {share.size} rows are wrong, first at batch {at[0]}, "
+        f"{kind} {subject.members(name, at).start + member}, row {token} "
+        f"(off by {differs.share:.1e}{of}, {differs.allowed:.1e} allowed)"
     )

@@ -23,14 +23,17 @@ HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
 
 def edge() -> list[Workload]:
     """Return the workloads of the suite `edge`: small shapes at every edge of the semantics."""
-    return [*_shapes(), *_heads(), *_precisions(), *_rectangles(), *_padding(), *_patterns(), *_weights(), *_logits()]
+    return [*_edge_shapes(), *_edge_masks(), *_edge_logits()]
 
 
 def _edge(tag: str, **fields: Any) -> list[Workload]:
     return grid(**(SMALL | fields), tags=[tag])
 
 
-def _shapes() -> list[Workload]:
+def _edge_shapes() -> list[Workload]:
+    """Return sizes, groups of heads, precisions, and q_len != kv_len in both alignments; with more queries than keys,
+    bottom-right rows see nothing."""
+    aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
     return [
         *_edge("one query", q_len=1, kv_len=64),
         *_edge("one key", q_len=64, kv_len=1),
@@ -42,30 +45,12 @@ def _shapes() -> list[Workload]:
         *_edge("v_head_dim", head_dim=48, v_head_dim=32, mask="causal", pass_=["forward", "train"]),
         *_edge("v_head_dim", head_dim=32, v_head_dim=64),
         *_edge("long row", batch=1, heads=1, q_len=3, kv_len=2000, mask="causal"),
-    ]
-
-
-def _heads() -> list[Workload]:
-    return [
         *_edge("MHA", mask=["full", "causal"], pass_=["backward", "train"]),
         *_edge("GQA", heads="6:2", mask=["full", "causal"], pass_=["forward", "train"]),
         *_edge("MQA", heads="8:1", mask="causal", pass_=["forward", "train"]),
         *_edge("odd group", heads="9:3", mask="causal"),
-    ]
-
-
-def _precisions() -> list[Workload]:
-    return [
         *_edge("precision", dtype=["bfloat16", "float16", "float64"], mask="causal", pass_=["forward", "train"]),
         *_edge("precision", dtype="bfloat16", heads="8:2", head_dim=64, q_len=128, mask="window:32:0"),
-    ]
-
-
-def _rectangles() -> list[Workload]:
-    """Return workloads with q_len != kv_len in both alignments; with more queries than keys, bottom-right rows see
-    nothing."""
-    aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
-    return [
         *_edge("T < S", q_len=40, kv_len=96, mask=aligned),
         *_edge("T < S", q_len=40, kv_len=96, heads="4:2", mask=aligned[:2], pass_="train"),
         *_edge("T > S", q_len=96, kv_len=40, mask=aligned),
@@ -73,10 +58,12 @@ def _rectangles() -> list[Workload]:
     ]
 
 
-def _padding() -> list[Workload]:
+def _edge_masks() -> list[Workload]:
     holes = np.ones((2, 64), bool)
     holes[0, 20:40] = holes[1, :11] = False
     left_padded = np.arange(64)[None] >= np.array([[0], [17]])
+    rng = np.random.default_rng(0)
+    kept = rng.random((2, 4, 4, 4)) < 0.5
     return [
         *_edge("ragged", mask=["lengths:64,13", "lengths:1,63"], pass_=["forward", "train"]),
         *_edge("ragged, an empty row", mask="lengths:0,40", pass_=["forward", "train"]),
@@ -88,13 +75,6 @@ def _padding() -> list[Workload]:
             mask=masks.causal() & masks.valid(left_padded),
             pass_=["forward", "train"],
         ),
-    ]
-
-
-def _patterns() -> list[Workload]:
-    rng = np.random.default_rng(0)
-    kept = rng.random((2, 4, 4, 4)) < 0.5
-    return [
         *_edge("window", mask=["window:0:0", "window:7:0", "window:7:3", "window:all:5", "window:5:all"]),
         *_edge("window", mask="window:7:0", pass_="train"),
         *_edge("prefix", mask=["prefix:0", "prefix:20", "prefix:64"]),
@@ -112,7 +92,8 @@ def _patterns() -> list[Workload]:
     ]
 
 
-def _weights() -> list[Workload]:
+def _edge_logits() -> list[Workload]:
+    """Return biases, dilated patterns (whose pairs carry weights), scales, soft caps and ramps."""
     rng = np.random.default_rng(1)
     bias = rng.standard_normal((1, 4, 64, 64)).astype(np.float32)
     partly_hidden = np.where(rng.random((2, 1, 64, 64)) < 0.2, -np.inf, bias[:, :1]).astype(np.float32)
@@ -128,11 +109,6 @@ def _weights() -> list[Workload]:
         *_edge("dilated, grouped heads", heads="6:2", mask="causal&dilated:16r1+64r4", pass_="train"),
         *_edge("dilated, ragged and an empty row", mask="dilated:16r1+64r3&lengths:0,41", pass_=["forward", "train"]),
         *_edge("dilated, 16 bits", dtype="bfloat16", mask="causal&dilated:16r1+64r4", pass_="train"),
-    ]
-
-
-def _logits() -> list[Workload]:
-    return [
         *_edge("softcap", softcap=5.0, mask="causal", pass_=["forward", "train"]),
         *_edge("softcap", softcap=50.0, mask="window:16:0", heads="4:2"),
         *_edge("scale", scale=[0.05, 1.0], mask="causal"),
@@ -152,14 +128,12 @@ def step_edges() -> list[Workload]:
         *grid(batch=1, q_len=256, heads=4, mask=f"causal&{pattern}&blocks:local:50", pass_="train", **shape),
         *grid(batch=2, q_len=24, heads="4:1", head_dim=16, mask="causal", pass_="train", step="gemma-stack"),
         *pi0_edges(),
-        *_long_prefix(),
-    ]
-
-
-def _long_prefix() -> list[Workload]:
-    """Return pi0's attention with so many tokens that a flash path treats them like longer sequences."""
-    shape = {"batch": 2, "heads": "4:1", "head_dim": 32, "tags": ["pi0"]}
-    return grid(q_len=150, mask=in_blocks(144, 1, 5), step="pi0-attention", pass_="train", **shape)
+        # Enough tokens for a flash path to treat them like longer sequences.
+        *grid(
+            batch=2, heads="4:1", head_dim=32, tags=["pi0"], q_len=150, mask=in_blocks(144, 1, 5), step="pi0-attention",
+            pass_="train",
+        ),
+    ]  # fmt: skip
 
 
 def pi0_edges(**fields: Any) -> list[Workload]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from attnbench.masks.counting import pairs, seen_keys
+from attnbench.masks.base import pairs, seen_keys
 from attnbench.spec import DTYPE_BYTES, Workload
 from attnbench.workloads.steps import STEPS
 
@@ -18,7 +18,7 @@ LOGIT_BYTES = 4
 """Bytes of a score or an LSE: float32 wherever they are stored."""
 
 
-class Demand(Struct, frozen=True, kw_only=True):
+class CallCost(Struct, frozen=True, kw_only=True):
     """Cost of a call of the workload's pass."""
 
     flops: int
@@ -39,25 +39,25 @@ class Demand(Struct, frozen=True, kw_only=True):
         return self.flops / self.bytes
 
 
-def demand(workload: Workload) -> Demand:
-    """Return the demand of a call: of the attention, and of the step around it if the workload has one."""
+def demand(workload: Workload) -> CallCost:
+    """Return the cost of a call: of the attention, and of the step around it if the workload has one."""
     inside = _attention(workload)
     return inside if not workload.step else _with_surroundings(workload, inside)
 
 
-def _with_surroundings(w: Workload, inside: Demand) -> Demand:
-    """Return the demand of a step, in which tokens are multiplied with weights.
+def _with_surroundings(w: Workload, inside: CallCost) -> CallCost:
+    """Return the cost of a step, in which tokens are multiplied with weights.
 
     The backward pass multiplies twice more and writes the weights' gradient. Least traffic: weights, inputs and outputs
     once per pass, beside the traffic of the attention.
     """
     around, size = STEPS[w.step].around(w), DTYPE_BYTES[w.dtype]
-    attention = [(times, _attention(one)) for times, one in around.attention]
+    attention = [(times, _attention(problem)) for times, problem in around.attention]
     passes = {"forward": 1, "backward": 2, "train": 3}[w.pass_]
     vectors = (around.inputs + around.outputs) * size  # or their gradients
     returned = around.weights + (around.inputs if around.input_gradients else 0)
     gradients = returned * size if w.needs_gradients else 0
-    return Demand(
+    return CallCost(
         flops=sum(times * one.flops for times, one in attention) + 2 * around.products * passes,
         bytes=sum(times * one.bytes for times, one in attention)
         + (around.reads or around.weights) * size * passes
@@ -69,7 +69,7 @@ def _with_surroundings(w: Workload, inside: Demand) -> Demand:
     )
 
 
-def _attention(workload: Workload) -> Demand:
+def _attention(workload: Workload) -> CallCost:
     w, size = workload, DTYPE_BYTES[workload.dtype]
     q_bytes = w.batch * w.q_len * w.heads * w.head_dim * size
     out_bytes = w.batch * w.q_len * w.heads * w.value_dim * size
@@ -80,7 +80,7 @@ def _attention(workload: Workload) -> Demand:
     gradients = q_bytes + kv_bytes if w.needs_gradients else 0
     backward_only = gradients + out_bytes + lse_bytes if w.needs_gradients else 0  # + dout
     made = gradients + (0 if w.pass_ == "backward" else out_bytes)
-    return Demand(
+    return CallCost(
         flops=pairs(w.visible_mask, w.mask_shape) * flops_per_pair(w),
         bytes=q_bytes + kv_seen_bytes + out_bytes + backward_only,
         scores_bytes=w.batch * w.heads * w.q_len * w.kv_len * LOGIT_BYTES,

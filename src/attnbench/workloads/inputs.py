@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from attnbench.errors import InvalidWorkload
 from attnbench.spec import Workload
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 CHUNK = 1 << 22
 """Elements drawn from one stream. Streams are independent, so that large arrays fill on all cores and never repeat."""
@@ -50,8 +51,12 @@ def draw(workload: Workload, seed: int, scale: float = 1.0) -> Drawn:
     dout = _normal(out_shape, dtype, seed, stream=3)
     if w.inputs == "sincostan":
         start = 0 if seed == 0 else int(np.random.default_rng(seed).integers(1, 1 << 20))
-        waves = zip((q_shape, k_shape, v_shape), (np.sin, np.cos, np.tan))
-        q, k, v = (_ramp(shape, dtype, wave, start) for shape, wave in waves)
+        q, k, v = (
+            (AMPLITUDE * wave(RAMP * np.arange(start, start + math.prod(shape), dtype=np.float64)))
+            .astype(dtype)
+            .reshape(shape)
+            for shape, wave in ((q_shape, np.sin), (k_shape, np.cos), (v_shape, np.tan))
+        )
         if w.dtype == "float16":
             v = np.clip(v, -LARGEST_FLOAT16_VALUE, LARGEST_FLOAT16_VALUE)
     elif w.inputs == "structured":
@@ -79,11 +84,6 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int) -> 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(fill, chunks))
     return flat.reshape(shape)
-
-
-def _ramp(shape: tuple[int, ...], dtype: np.dtype, wave: Callable[[np.ndarray], np.ndarray], start: int) -> np.ndarray:
-    position = np.arange(start, start + int(np.prod(shape)), dtype=np.float64)
-    return (AMPLITUDE * wave(RAMP * position)).astype(dtype).reshape(shape)
 
 
 SMALLEST_DIM = 16
@@ -124,7 +124,9 @@ def structured(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     q = np.empty((w.batch, w.q_len, w.heads, w.head_dim))
     k = np.empty((w.batch, w.kv_len, w.kv_heads, w.head_dim))
     for group in range(w.kv_heads):
-        frame = _frame(w.head_dim, group)
+        fixed = np.random.default_rng([DIRECTIONS, group, w.head_dim])
+        basis, _ = np.linalg.qr(fixed.standard_normal((w.head_dim, w.head_dim)))
+        frame = Frame(basis, w.head_dim // 8, w.head_dim // 8)
         for batch in range(w.batch):
             rng = np.random.default_rng([seed, batch, group])
             keys, codes, places = _keys(w, frame, rng)
@@ -132,12 +134,6 @@ def structured(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
             for head in range(group * w.group, (group + 1) * w.group):
                 q[batch, :, head] = _queries(w, frame, head, codes, places, rng) @ frame.basis.T
     return q, k
-
-
-def _frame(dim: int, group: int) -> Frame:
-    rng = np.random.default_rng([DIRECTIONS, group, dim])
-    basis, _ = np.linalg.qr(rng.standard_normal((dim, dim)))
-    return Frame(basis, dim // 8, dim // 8)
 
 
 def _amplitude(w: Workload, feature: str, keys: int) -> float:

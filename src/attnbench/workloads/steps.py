@@ -100,8 +100,8 @@ def block_sizes(w: Workload) -> tuple[int, ...] | None:
 def parts(w: Workload) -> tuple[int, int, int]:
     """Return the tokens of the prefix, the state and the actions; all belong to the prefix unless the mask has three
     blocks."""
-    found = block_sizes(w)
-    return (found[0], found[1], found[2]) if found is not None and len(found) == 3 else (w.kv_len, 0, 0)
+    sizes = block_sizes(w)
+    return (sizes[0], sizes[1], sizes[2]) if sizes is not None and len(sizes) == 3 else (w.kv_len, 0, 0)
 
 
 def in_blocks(*sizes: int) -> masks.BlockCausal:
@@ -123,22 +123,13 @@ def _tokens(w: Workload) -> tuple[int, int]:
     return w.batch * prefix, w.batch * (state + actions)
 
 
-def _joint(w: Workload, weights: tuple[int, int]) -> Around:
+def _joint(w: Workload, weights: Callable[[Workload, Expert], int]) -> Around:
     """Return the cost of both experts' tokens in and out, each with its own weights."""
     tokens, both = _tokens(w), experts(w)
+    sizes = [weights(w, expert) for expert in both]
     vectors = sum(n * expert.width for n, expert in zip(tokens, both))
-    products = sum(n * size for n, size in zip(tokens, weights))
-    return Around(weights=sum(weights), products=products, inputs=vectors, outputs=vectors, attention=((1, w),))
-
-
-def _attention(w: Workload) -> Around:
-    first, second = experts(w)
-    return _joint(w, (_projections(w, first), _projections(w, second)))
-
-
-def _one_block(w: Workload) -> Around:
-    first, second = experts(w)
-    return _joint(w, (_block(w, first), _block(w, second)))
+    products = sum(n * size for n, size in zip(tokens, sizes))
+    return Around(weights=sum(sizes), products=products, inputs=vectors, outputs=vectors, attention=((1, w),))
 
 
 def _around_actions(w: Workload) -> tuple[int, int]:
@@ -215,16 +206,6 @@ def _decode(w: Workload) -> Around:
     )
 
 
-PI0_STEPS = {
-    "pi0-attention": Surroundings("pi0's attention of two experts with its projections", _attention),
-    "pi0-block": Surroundings("one pi0 block of two experts", _one_block),
-    "pi0-model": Surroundings("pi0's flow-matching loss, both experts recomputed in the backward pass", _model),
-    "pi0-sampler": Surroundings("pi0's prefix once, then ten Euler steps of the actions on its cache", _sampler),
-    "pi0-fast-prefill": Surroundings("pi0-FAST's prompt to a cache and the logits of its last token", _prefill),
-    "pi0-fast-decode": Surroundings("pi0-FAST's given tokens one after another on a cache, logits of each", _decode),
-}
-
-
 GEMMA_DEPTH = 4
 """Blocks of the step `gemma-stack`: enough to include what lies between blocks, few enough for one device."""
 
@@ -249,5 +230,12 @@ def _gemma_stack(w: Workload) -> Around:
 STEPS: Mapping[str, Surroundings] = {
     "multihead": Surroundings("x in, x out: projections to Q, K and V, attention, projection back", _multihead),
     "gemma-stack": Surroundings("four Gemma blocks and a final norm, recomputed in the backward pass", _gemma_stack),
-    **PI0_STEPS,
+    "pi0-attention": Surroundings(
+        "pi0's attention of two experts with its projections", lambda w: _joint(w, _projections)
+    ),
+    "pi0-block": Surroundings("one pi0 block of two experts", lambda w: _joint(w, _block)),
+    "pi0-model": Surroundings("pi0's flow-matching loss, both experts recomputed in the backward pass", _model),
+    "pi0-sampler": Surroundings("pi0's prefix once, then ten Euler steps of the actions on its cache", _sampler),
+    "pi0-fast-prefill": Surroundings("pi0-FAST's prompt to a cache and the logits of its last token", _prefill),
+    "pi0-fast-decode": Surroundings("pi0-FAST's given tokens one after another on a cache, logits of each", _decode),
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from itertools import islice, product
@@ -16,11 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from attnbench import masks
-from attnbench.drafts import write_texts
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
+from attnbench.files import line_of, lines_of, read_toml, write_texts
 from attnbench.masks import MaskShape
 from attnbench.masks.text import MOST_DIGITS, mask_value, read_mask
-from attnbench.reading import line_of, lines_of, read_toml
 from attnbench.spec import SAME, Workload
 from attnbench.workloads.steps import STEPS
 
@@ -64,18 +64,12 @@ def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: 
     if header is None:
         return None
     named = [key for key in entry if re.search(rf"\b{re.escape(key)}\b", message)]
-    if "mask" in entry and _is_fine({key: value for key, value in entry.items() if key != "mask"}):
-        named = ["mask"]
+    if "mask" in entry:
+        with suppress(UsageError):
+            grid(**{key: value for key, value in entry.items() if key != "mask"})
+            named = ["mask"]  # everything else is right
     lines = [line for key in named if (line := line_of(text, key, after=header)) is not None]
     return min(lines, default=header)
-
-
-def _is_fine(entry: Mapping[str, Any]) -> bool:
-    try:
-        grid(**entry)
-    except UsageError:
-        return False
-    return True
 
 
 @cache
@@ -97,24 +91,20 @@ _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
     """Write the file completely or not at all; an existing file is replaced."""
-    tables = [_table(workload) for workload in workloads]
-    head = f"name = {_text(name)}\ndescription = {_text(description)}\n"
+    lines = [f"name = {_text(name)}", f"description = {_text(description)}"]
+    for workload in workloads:
+        lines += ["", "[[workload]]"]
+        for field in msgspec.structs.fields(Workload):
+            value = getattr(workload, field.name)
+            if field.name == "mask":
+                value = None if isinstance(value, masks.Full) else mask_value(value)
+            same = getattr(workload, _SAME.get(field.name, ""), None)
+            if value is not None and value != field.default and value != same:
+                lines.append(f"{field.encode_name} = {_value(value)}")
     try:
-        write_texts({path: "\n".join([head, *tables])})
+        write_texts({path: "\n".join([*lines, ""])})
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}.") from error
-
-
-def _table(workload: Workload) -> str:
-    lines = ["[[workload]]"]
-    for field in msgspec.structs.fields(Workload):
-        value = getattr(workload, field.name)
-        if field.name == "mask":
-            value = None if isinstance(value, masks.Full) else mask_value(value)
-        if value is None or value == field.default or value == getattr(workload, _SAME.get(field.name, ""), None):
-            continue
-        lines.append(f"{field.encode_name} = {_value(value)}")
-    return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
@@ -155,7 +145,7 @@ def grid(**axes: Any) -> list[Workload]:
             raise UnknownName("workload field", name, FIELDS, "attnbench list workloads --json")
     missing = [name for name in _REQUIRED if name not in named]
     if missing:
-        raise InvalidWorkload(f"a workload needs {', '.join(missing)} too.")
+        raise InvalidWorkload(f"a workload also needs {', '.join(missing)}.")
     for name, value in named.items():
         if name not in _PLAIN and isinstance(value, list) and not value:
             raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
@@ -164,8 +154,9 @@ def grid(**axes: Any) -> list[Workload]:
             f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are allowed at once: "
             "shorten a list, or split it."
         )
-    unique = {workload.id: workload for workload in map(_workload, _combinations(named))}
-    return list(unique.values())
+    values = [value if isinstance(value, list) and name not in _PLAIN else [value] for name, value in named.items()]
+    workloads = (_workload(dict(zip(named, combination))) for combination in product(*values))
+    return list({workload.id: workload for workload in workloads}.values())
 
 
 def count_workloads(axes: Mapping[str, Any]) -> int:
@@ -178,37 +169,25 @@ def _axes(axes: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: value for name, value in axes.items() if isinstance(value, list) and name not in _PLAIN}
 
 
-def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    values = [value if isinstance(value, list) and name not in _PLAIN else [value] for name, value in axes.items()]
-    return (dict(zip(axes, combination)) for combination in product(*values))
-
-
 def _workload(fields: dict[str, Any]) -> Workload:
     fields = fields | read_heads(fields["heads"], fields.get("kv_heads", SAME))
     fields["pass_"] = fields.pop("pass", "forward")
-    fields["tags"] = _read_tags(fields.get("tags", ()))
-    _check_words(fields)
-    mask = fields.pop("mask", None)
-    bare = Workload(**fields)
-    if mask is None:
-        return bare
-    shape = MaskShape(bare.batch, bare.heads, bare.q_len, bare.kv_len)
-    return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
-
-
-def _read_tags(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(tag, str) for tag in value):
-        raise InvalidWorkload(f'tags are a list of words such as ["long", "nightly"], not {value!r}.')
-    return tuple(value)
-
-
-def _check_words(fields: Mapping[str, Any]) -> None:
+    tags = fields.get("tags", ())
+    if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) for tag in tags):
+        raise InvalidWorkload(f'tags must be a list of words such as ["long", "nightly"], not {tags!r}.')
+    fields["tags"] = tuple(tags)
     for name in ("dtype", "pass_", "inputs", "step", "source"):
         if not isinstance(fields.get(name, ""), str):
             raise InvalidWorkload(f"{name.rstrip('_')} must be text, not {fields[name]!r}.")
     step = fields.get("step", "")
     if step and step not in STEPS:
         raise UnknownName("step", step, STEPS, "")
+    mask = fields.pop("mask", None)
+    bare = Workload(**fields)
+    if mask is None:
+        return bare
+    shape = MaskShape(bare.batch, bare.heads, bare.q_len, bare.kv_len)
+    return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
 
 
 def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
@@ -218,6 +197,6 @@ def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:
     given = value.split(":") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
     parts = [str(part).strip()[:MOST_DIGITS] for part in given]
     if len(parts) not in (1, 2) or not all(part.isdecimal() and int(part) for part in parts):
-        raise InvalidWorkload(f"heads are a number, or query and key/value heads such as 32:8, not {value!r}.")
+        raise InvalidWorkload(f"heads must be a number, or query and key/value heads such as 32:8, not {value!r}.")
     numbers = [int(part) for part in parts]
     return {"heads": numbers[0], "kv_heads": numbers[1] if len(numbers) == 2 else kv_heads}

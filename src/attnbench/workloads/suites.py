@@ -32,7 +32,7 @@ def load(name_or_path: str | Path) -> Suite:
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise BrokenFile(path, None, "it is a folder, not a file." if path.is_dir() else "there is no such file.")
+            raise BrokenFile(path, None, "this is a folder, not a file." if path.is_dir() else "there is no such file.")
         return read_suite(path)
     name = str(name_or_path)
     if name not in BUILTIN:
@@ -64,7 +64,11 @@ def shrink(workload: Workload) -> Workload:
     """Return the workload with at most 512 tokens (4096 cached keys for few queries), batch 2 and 8 heads in the same
     grouping."""
     w = workload
-    q_len, kv_len = _capped_tokens(w.q_len, w.kv_len)
+    q_len, kv_len, longest = w.q_len, w.kv_len, max(w.q_len, w.kv_len)
+    if q_len <= TOKENS and q_len < kv_len:
+        kv_len = min(kv_len, CACHED_TOKENS)
+    elif longest > TOKENS:
+        q_len, kv_len = (max(1, tokens * TOKENS // longest) for tokens in (q_len, kv_len))
     group = min(w.group, HEADS)
     kv_heads = min(w.kv_heads, HEADS // group)
     shape = MaskShape(min(w.batch, BATCH), group * kv_heads, q_len, kv_len)
@@ -72,15 +76,6 @@ def shrink(workload: Workload) -> Workload:
         return w
     sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
     return msgspec.structs.replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
-
-
-def _capped_tokens(q_len: int, kv_len: int) -> tuple[int, int]:
-    if q_len <= TOKENS and q_len < kv_len:
-        return q_len, min(kv_len, CACHED_TOKENS)
-    longest = max(q_len, kv_len)
-    if longest <= TOKENS:
-        return q_len, kv_len
-    return max(1, q_len * TOKENS // longest), max(1, kv_len * TOKENS // longest)
 
 
 def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
@@ -106,7 +101,10 @@ def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
             segments = tuple(_scaled(w, old, new) for w in mask.segment_lengths)
             return masks.dilated(segments, mask.dilation_rates, mask.offset)
         case masks.Blocks():
-            return masks.Blocks(_cropped_blocks(mask, new), mask.block_size)
+            kept = mask.block_mask.array
+            counts = (new.batch, new.heads, *(-(-tokens // mask.block_size) for tokens in (new.q_len, new.kv_len)))
+            kept = kept[tuple(slice(count) for count in counts[4 - kept.ndim :])]
+            return masks.Blocks(freeze(kept), mask.block_size)
         case masks.Dense():
             axes = tuple(range(4 - len(mask.values.shape), 4))
             return masks.Dense(_resampled(mask.values, old, new, axes))
@@ -132,9 +130,3 @@ def _resampled(values: FrozenArray, old: MaskShape, new: MaskShape, axes: tuple[
             picked = np.arange(new[of]) * (old[of] if of >= 2 else new[of]) // new[of]
             array = np.take(array, picked, axis)
     return freeze(array)
-
-
-def _cropped_blocks(mask: masks.Blocks, new: MaskShape) -> FrozenArray:
-    counts = (new.batch, new.heads, *(-(-tokens // mask.block_size) for tokens in (new.q_len, new.kv_len)))
-    kept = mask.block_mask.array
-    return freeze(kept[tuple(slice(count) for count in counts[4 - kept.ndim :])])

@@ -59,7 +59,7 @@ def record(name):
     opened = worker.ask(p.Open(cell, False, True, None, 7), 60)
     assert isinstance(opened, p.Opened), opened
     warm = worker.ask(p.WarmUp(cell.id), 60)
-    sampled = worker.ask(p.Sample(cell.id, "main", 2, 1), 60)
+    sampled = worker.ask(p.TakeSample(cell.id, "main", 2, 1), 60)
     ranks = opened.record.ranks
     facts = {"how": ranks.how, "world": ranks.world, "tokens": sum(ranks.tokens), "reason": ranks.reason}
     return facts | {"clock": warm.clock, "ns": min(sampled.ns), "peaks": len(ranks.peak_bytes)}

@@ -27,12 +27,11 @@ from ring_cases import (
 from attnbench.errors import UsageError
 from attnbench.frameworks import Inputs, Program
 from attnbench.frameworks.torch.programs import cpu_peak
-from attnbench.kernels.chunked import CHUNKED, Plan
-from attnbench.kernels.ring import torch_ring
-from attnbench.kernels.ring.engine import Engine
+from attnbench.kernels.chunked import CHUNKED, TilePlan
+from attnbench.kernels.ring import torch_calls
+from attnbench.kernels.ring.engine import RingEngine
 from attnbench.kernels.ring.function import ring_attention
-from attnbench.kernels.ring.schedule import Problem
-from attnbench.kernels.ring.settings import Settings
+from attnbench.kernels.ring.schedule import RingProblem, RingSettings
 from attnbench.kernels.ring.torch_calls import VirtualRing
 
 
@@ -40,7 +39,7 @@ from attnbench.kernels.ring.torch_calls import VirtualRing
 @pytest.mark.parametrize("world, layout", [(1, "zigzag"), (2, "striped"), (3, "zigzag"), (5, "contiguous")])
 def test_virtual_ranks_give_what_one_device_gives(world, layout, case):
     work = case_of(case)
-    ring = VirtualRing(work, Settings.of({"world": world, "layout": layout}), with_lse=True)
+    ring = VirtualRing(work, RingSettings.of({"world": world, "layout": layout}), with_lse=True)
     require_the_numbers_of_one_device(ring, work)
 
 
@@ -52,14 +51,16 @@ def test_chunks_give_what_one_call_gives(chunk, case):
 
 
 def test_chunks_cover_the_triangle_and_no_more():
-    plan = Plan(Workload(batch=1, q_len=100, heads=1, head_dim=8, mask=masks.causal()), {"chunk": 30, "inner": "auto"})
+    plan = TilePlan(
+        Workload(batch=1, q_len=100, heads=1, head_dim=8, mask=masks.causal()), {"chunk": 30, "inner": "auto"}
+    )
     tiles = [tile for _, chunk in plan.chunks() for tile in chunk]
     assert sum(tile.pairs for tile in tiles) == 100 * 101 // 2
     assert max(max(tile.shape) for tile in tiles) == 25, "at least four chunks"
 
 
 def test_there_is_no_second_gradient():
-    virtual = VirtualRing(WORK, Settings.of({"world": 2}))
+    virtual = VirtualRing(WORK, RingSettings.of({"world": 2}))
     for call in (CHUNKED.build(WORK, {}), virtual, partial(ring_attention, causal=True)):
         require_no_second_gradient(call, WORK)
 
@@ -72,7 +73,7 @@ def test_a_chunk_of_nothing_is_refused():
 @pytest.fixture
 def one_accelerator(monkeypatch):
     """A CPU taken for a device that can host one rank only."""
-    monkeypatch.setattr(torch_ring, "is_virtual", lambda device, world: True)
+    monkeypatch.setattr(torch_calls, "is_virtual", lambda device, world: True)
 
 
 def test_the_record_of_virtual_ranks_says_so(one_accelerator):
@@ -93,7 +94,7 @@ def test_the_record_of_virtual_ranks_says_so(one_accelerator):
 def test_memory_per_virtual_rank_falls_as_ranks_are_added(pass_):
     work = varied(q_len=512, batch=1)
     inputs = Inputs(*draws(work))
-    rings = [VirtualRing(work, Settings.of({"world": world})) for world in (1, 2, 4)]
+    rings = [VirtualRing(work, RingSettings.of({"world": world})) for world in (1, 2, 4)]
     peaks = [max(one.peak_bytes for one in ring.inspect(inputs, pass_)) for ring in rings]
     assert peaks[0] > 1.2 * peaks[1] > 1.2 * 1.2 * peaks[2], peaks
 
@@ -136,7 +137,7 @@ class Recorder:
 
 def test_messages_are_on_their_way_before_the_computation_that_hides_them():
     seen, arrays = Recorder(), [torch.zeros(1, 2, 1, 1) for _ in range(3)]
-    engine = Engine(Problem(6, 6, 3, "contiguous", False), 1, seen)
+    engine = RingEngine(RingProblem(6, 6, 3, "contiguous", False), 1, seen)
     results = engine.forward(*arrays, seen)
     assert seen.events == [
         "send keys, expect 0", "compute 0", "keys of 0 arrived",

@@ -33,9 +33,9 @@ from ring_cases import (
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.pool import RankFailed
-from attnbench.kernels.ring.settings import Settings, problem_of
+from attnbench.kernels.ring.schedule import RingSettings, problem_of
 from attnbench.kernels.ring.torch_calls import RingCall
-from attnbench.kernels.ring.torch_own import TEMPLATED
+from attnbench.kernels.ring.torch_ring import TEMPLATED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def rings():
 
 
 def settings(**given):
-    return Settings.of({"timeout_s": 60.0, **given})
+    return RingSettings.of({"timeout_s": 60.0, **given})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,7 +106,7 @@ def test_a_cell_is_timed_by_its_ranks():
     warm = worker.ask(p.WarmUp(cell.id), 60)
     assert (warm.clock, warm.parts) == ("ranks", ("main", "forward", "backward"))
     start = time.perf_counter_ns()
-    sampled = worker.ask(p.Sample(cell.id, "main", 3, 1), 60)
+    sampled = worker.ask(p.TakeSample(cell.id, "main", 3, 1), 60)
     assert 0 < sum(sampled.ns) < time.perf_counter_ns() - start
     assert set(worker.ask(p.TakeBlock(cell.id, 2), 60).block.ns) == {"wall"}
 
@@ -131,7 +131,7 @@ def test_a_rank_that_raises_while_others_wait_is_named():
     """Rank 1 gets queries of another width: its kernel raises in the middle of a step."""
     timeout_s = 200.0
     ring = pool.ring(2, "cpu", torch.get_num_threads(), timeout_s)
-    ring.ask([(m.Open(-7, problem_of(WORK, 2, "zigzag"), WORK, "torch.eager"), ())] * 2)
+    ring.ask([(m.OpenProblem(-7, problem_of(WORK, 2, "zigzag"), WORK, "torch.eager"), ())] * 2)
     q, k, v, _ = draws(WORK)
     shards = [(q[:, :37], k[:, :37], v[:, :37]), (q[:, :38, :, :8], k[:, :38], v[:, :38])]
     start = time.monotonic()
@@ -214,4 +214,4 @@ def test_its_record_has_no_times_apart():
     ranks = answer.record.ranks
     assert ranks.compute_ns is ranks.communication_ns is None
     assert len(ranks.peak_bytes) == 2
-    assert "cannot be told apart" in ranks.reason
+    assert "so their times are not known" in ranks.reason

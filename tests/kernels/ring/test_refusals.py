@@ -53,5 +53,5 @@ def test_dtypes_and_empty_sequences(call):
 
 
 def test_an_option_that_would_do_nothing():
-    with pytest.raises(UsageError, match="detached is about"):
+    with pytest.raises(UsageError, match="detached= applies to"):
         ring_attention(*[torch.randn(*WHOLE)] * 3, detached=True)

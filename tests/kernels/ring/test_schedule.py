@@ -11,8 +11,8 @@ from ring_model import idle_share
 from attnbench.errors import UsageError
 from attnbench.kernels.ring.schedule import (
     LAYOUTS,
-    Problem,
-    Run,
+    RingProblem,
+    TokenRun,
     block_tiles,
     causal_tiles,
     pairs,
@@ -71,7 +71,7 @@ def computed(problem, limit=None):
 @given(ANY_LAYOUT, st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans(), st.booleans())
 def test_the_ring_computes_each_visible_pair_once(layout, q_len, kv_len, world, causal, bottom_right):
     shift = kv_len - q_len if bottom_right else 0
-    problem = Problem(q_len, kv_len, world, layout, causal, shift)
+    problem = RingProblem(q_len, kv_len, world, layout, causal, shift)
     wanted = np.tri(q_len, kv_len, shift, dtype=int) if causal else np.ones((q_len, kv_len), int)
     assert (computed(problem) == wanted).all()
     assert sum(pairs(problem)) == wanted.sum()
@@ -79,7 +79,7 @@ def test_the_ring_computes_each_visible_pair_once(layout, q_len, kv_len, world, 
 
 @given(ANY_LAYOUT, st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 40))
 def test_keys_from_a_limit_on_are_hidden(layout, tokens, world, causal, limit):
-    problem = Problem(tokens, tokens, world, layout, causal)
+    problem = RingProblem(tokens, tokens, world, layout, causal)
     wanted = np.tri(tokens, dtype=int) if causal else np.ones((tokens, tokens), int)
     wanted[:, limit:] = 0
     assert (computed(problem, limit) == wanted).all()
@@ -87,7 +87,7 @@ def test_keys_from_a_limit_on_are_hidden(layout, tokens, world, causal, limit):
 
 @given(ANY_LAYOUT, st.integers(1, 6))
 def test_each_rank_meets_each_once_and_receives_from_the_one_before(layout, world):
-    problem = Problem(16, 16, world, layout, True)
+    problem = RingProblem(16, 16, world, layout, True)
     plans = [schedule(problem, rank) for rank in range(world)]
     for rank, plan in enumerate(plans):
         assert sorted(step.source for step in plan) == list(range(world))
@@ -97,29 +97,30 @@ def test_each_rank_meets_each_once_and_receives_from_the_one_before(layout, worl
 
 
 def test_zigzag_and_striped_balance_what_contiguous_does_not():
-    shares = {layout: idle_share(Problem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
+    shares = {layout: idle_share(RingProblem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
     assert shares["contiguous"] > 0.3
     assert shares["zigzag"] < 0.01
     assert shares["striped"] < 0.01
-    spread = {layout: pairs(Problem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
+    spread = {layout: pairs(RingProblem(4096, 4096, 4, layout, True)) for layout in LAYOUTS}
     assert max(spread["zigzag"]) / min(spread["zigzag"]) < 1.001
     assert max(spread["contiguous"]) / min(spread["contiguous"]) > 4
 
 
 def test_neighbouring_full_tiles_are_one_call():
-    zigzag = schedule(Problem(64, 64, 4, "zigzag", True), 2)
+    zigzag = schedule(RingProblem(64, 64, 4, "zigzag", True), 2)
     assert [len(step.tiles) for step in zigzag] == [3, 1, 1, 1]
-    full = schedule(Problem(64, 64, 4, "zigzag", False), 2)
+    full = schedule(RingProblem(64, 64, 4, "zigzag", False), 2)
     assert [len(step.tiles) for step in full] == [1, 1, 1, 1]
 
 
 def test_a_later_key_of_another_stride_is_strictly_causal():
-    tiles = block_tiles([Run(0, 4, 2)], [Run(1, 4, 2)], causal=True)
+    tiles = block_tiles([TokenRun(0, 4, 2)], [TokenRun(1, 4, 2)], causal=True)
     assert [tuple(tile) for tile in tiles] == [(1, 4, 0, 3, True)]
 
 
 @pytest.mark.parametrize(
-    "problem", [Problem(8, 8, 0, "zigzag", True), Problem(8, 8, 2, "spiral", True), Problem(0, 8, 2, "striped", True)]
+    "problem",
+    [RingProblem(8, 8, 0, "zigzag", True), RingProblem(8, 8, 2, "spiral", True), RingProblem(0, 8, 2, "striped", True)],
 )
 def test_what_cannot_be_is_refused(problem):
     with pytest.raises(UsageError):

@@ -60,13 +60,13 @@ def cupti_problem(device: Any) -> str | None:
     """Return why CUPTI does not see the kernels of this process, or None; it is tried once and the answer kept."""
     flush = Flush(device)
     try:
-        seen = record(lambda: _flush_then_wait(flush))
+        activities = record(lambda: _flush_then_wait(flush))
     except CuptiFailed as error:
         return str(error)
-    return None if seen else "CUPTI saw no kernel of a program that has one; is another profiler attached?"
+    return None if activities else "CUPTI saw no kernel of a program that has one; is another profiler attached?"
 
 
-class KernelClock(Clock):
+class JaxKernelClock(Clock):
     """Sum of the durations of all device work of one call, each call after an L2 flush."""
 
     name = "kernel"
@@ -81,7 +81,7 @@ class KernelClock(Clock):
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
     ) -> Samples:
         prepared = [program.prepare(inputs[which]) for which in range(min(PREPARED, len(inputs), count * calls))]
-        # XLA launches its first calls one by one and records a CUDA graph then: let that be over.
+        # XLA launches the first calls one by one and then records a CUDA graph: this happens before the clock starts.
         for state in prepared:
             self._framework.wait(program.run(state))
         picked = watch.pick(count * calls)  # their outputs are kept till the end: a copy would count as a kernel
@@ -103,7 +103,7 @@ class KernelClock(Clock):
         return Samples(ns)
 
 
-def split_calls(seen: Sequence[Work], flush_names: frozenset[str], calls: int) -> list[float]:
+def split_calls(seen: Sequence[DeviceActivity], flush_names: frozenset[str], calls: int) -> list[float]:
     """Return the nanoseconds of device work of each call, leaving out the flushes between calls."""
     totals: list[float] = []
     counts: list[int] = []
@@ -117,12 +117,12 @@ def split_calls(seen: Sequence[Work], flush_names: frozenset[str], calls: int) -
             continue
         after_flush = False
         if not totals:
-            raise CuptiFailed(f"{work.name} ran before the first flush: something else uses this process's GPU")
+            raise CuptiFailed(f"{work.name} ran before the first flush: other code in this process uses the GPU")
         totals[-1] += work.ns
         counts[-1] += 1
     if len(totals) != calls or 0 in counts:
         raise CuptiFailed(
-            f"CUPTI saw {len(totals)} calls ({counts.count(0)} of them without device work) where {calls} were made: "
+            f"CUPTI saw {len(totals)} calls ({counts.count(0)} of them without device work), but {calls} were made: "
             "it may have dropped records; take fewer samples at once or use the wall clock"
         )
     if len(set(counts)) > 1:
@@ -135,8 +135,8 @@ def kernel_names(program: Program, inputs: Inputs) -> list[str]:
     import jax
 
     state = jax.block_until_ready(program.prepare(inputs))
-    seen = record(lambda: jax.block_until_ready(program.run(state)))
-    return list(dict.fromkeys(work.name for work in seen))
+    activities = record(lambda: jax.block_until_ready(program.run(state)))
+    return list(dict.fromkeys(work.name for work in activities))
 
 
 KERNEL, COPY, FILL, COPY_BETWEEN_DEVICES = 10, 1, 2, 22
@@ -157,7 +157,7 @@ class CuptiFailed(AttnBenchError):
     """CUPTI cannot be used here, or it lost records."""
 
 
-class Work(NamedTuple):
+class DeviceActivity(NamedTuple):
     """One kernel, copy or fill on the device."""
 
     name: str
@@ -166,27 +166,27 @@ class Work(NamedTuple):
 
     @property
     def ns(self) -> int:
-        """Return how long it ran."""
+        """Time that it ran."""
         return self.end_ns - self.start_ns
 
 
-def record(body: Callable[[], Any]) -> list[Work]:
+def record(body: Callable[[], Any]) -> list[DeviceActivity]:
     """Run the body, which must wait for its own work; return all work of the device meanwhile, ordered by its start."""
-    return _Recorder.instance().record(body)
+    return _CuptiClient.instance().record(body)
 
 
-class _Recorder:
+class _CuptiClient:
     """The one client of CUPTI's activity records in this process."""
 
     @staticmethod
     @cache
-    def instance() -> _Recorder:
-        return _Recorder(_load())
+    def instance() -> _CuptiClient:
+        return _CuptiClient(_load())
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._cupti = library
         self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        self._work: list[Work] = []
+        self._work: list[DeviceActivity] = []
         self._problem = ""
         requested = ctypes.CFUNCTYPE(
             None,
@@ -200,8 +200,8 @@ class _Recorder:
         # CUPTI keeps the addresses: the callbacks must live as long as the process.
         self._callbacks = requested(self._give_buffer), completed(self._take_buffer)
 
-    def record(self, body: Callable[[], Any]) -> list[Work]:
-        """See the function of the same name."""
+    def record(self, body: Callable[[], Any]) -> list[DeviceActivity]:
+        """Run the body and return all work of the device, as the function `record` does."""
         self._call("cuptiActivityRegisterCallbacks", *self._callbacks)
         self._call("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
         self._work, self._problem = [], ""
@@ -222,8 +222,8 @@ class _Recorder:
         if status:
             text = ctypes.c_char_p()
             self._cupti.cuptiGetResultString(status, ctypes.byref(text))
-            said = text.value.decode(errors="replace") if text.value else f"error {status}"
-            raise CuptiFailed(f"{name}: {said}; is another profiler attached to this process?")
+            message = text.value.decode(errors="replace") if text.value else f"error {status}"
+            raise CuptiFailed(f"{name}: {message}; is another profiler attached to this process?")
 
     def _give_buffer(self, buffer: Any, size: Any, most_records: Any) -> None:
         memory = ctypes.create_string_buffer(BUFFER_BYTES + 8)
@@ -246,7 +246,7 @@ class _Recorder:
         finally:
             self._buffers.pop(buffer, None)
 
-    def _records(self, buffer: int, used: int) -> Iterator[Work]:
+    def _records(self, buffer: int, used: int) -> Iterator[DeviceActivity]:
         at = ctypes.c_void_p(None)
         while used:
             status = self._cupti.cuptiActivityGetNextRecord(
@@ -258,34 +258,28 @@ class _Recorder:
                 self._problem = f"CUPTI's records could not be read: error {status}"
                 return
             kind = ctypes.c_uint32.from_address(at.value + KIND_AT).value
-            if kind != KERNEL and kind not in NAMES:
+            if kind == KERNEL:
+                name = ctypes.c_char_p.from_address(at.value + KERNEL_NAME_AT).value or b"unnamed kernel"
+                name = name.decode(errors="replace")
+            elif kind in NAMES:
+                direction = ctypes.c_uint8.from_address(at.value + DIRECTION_AT).value
+                name = COPIES.get(direction, NAMES[kind]) if kind == COPY else NAMES[kind]
+            else:
                 continue
             start, end = (ctypes.c_uint64.from_address(at.value + offset).value for offset in (START_AT, END_AT))
-            yield Work(_name(kind, at.value), start, end)
-
-
-def _name(kind: int, record: int) -> str:
-    if kind == KERNEL:
-        name = ctypes.c_char_p.from_address(record + KERNEL_NAME_AT).value or b"unnamed kernel"
-        return name.decode(errors="replace")
-    direction = ctypes.c_uint8.from_address(record + DIRECTION_AT).value if kind == COPY else None
-    return COPIES.get(direction, NAMES[kind]) if direction is not None else NAMES[kind]
+            yield DeviceActivity(name, start, end)
 
 
 def _load() -> ctypes.CDLL:
     """Return the copy of CUPTI that this process has loaded, else the first one found: two copies would not work."""
     loaded = [file for file in mapped_files() if LIBRARY.search(file)]
+    spec = find_spec("nvidia")  # the namespace package of NVIDIA's wheels
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    installed = sorted(str(path) for folder in folders for path in Path(folder).rglob("libcupti.so.*"))
     problems: list[str] = []
-    for path in dict.fromkeys([*loaded, *_installed(), "libcupti.so", "libcupti.so.13", "libcupti.so.12"]):
+    for path in dict.fromkeys([*loaded, *installed, "libcupti.so", "libcupti.so.13", "libcupti.so.12"]):
         try:
             return ctypes.CDLL(path)
         except OSError as error:
             problems.append(str(error))
-    raise CuptiFailed(f"there is no CUPTI library here ({problems[0]})")
-
-
-def _installed() -> list[str]:
-    """List CUPTI in NVIDIA's wheels, which lie in the namespace package `nvidia`."""
-    spec = find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return sorted(str(path) for folder in folders for path in Path(folder).rglob("libcupti.so.*"))
+    raise CuptiFailed(f"no CUPTI library could be loaded ({problems[0]})")

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ from attnbench.frameworks.base import (
     WallClock,
     Watched,
 )
-from attnbench.frameworks.jax.clocks import KernelClock, cupti_problem, kernel_names
-from attnbench.frameworks.jax.programs import Compiler, compile_step
+from attnbench.frameworks.jax.clocks import JaxKernelClock, cupti_problem, kernel_names
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
@@ -79,18 +79,18 @@ class JaxFramework(Framework):
         return tuple(dict.fromkeys([*kinds, "cpu"]))
 
     def environment(self, device: str) -> Environment:
-        found = _device(device)
+        jax_device = _device(device)
         facts: dict[str, Any] = cpu_facts()
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
-            facts |= _accelerator_facts(found)
+            facts |= _accelerator_facts(jax_device)
         packages, facts["devices"] = versions(*PACKAGES), len(import_jax().devices(device))
         return Environment(device=device, framework=self.name, threads=facts["cores"], packages=packages, **facts)
 
     def settings(self) -> Mapping[str, Setting]:
         config = import_jax().config
-        found = {name: Setting(str(getattr(config, name))) for name in SETTINGS if hasattr(config, name)}
-        return found | {"jax_disable_jit": Setting(config.jax_disable_jit, refused=True)}
+        settings = {name: Setting(str(getattr(config, name))) for name in SETTINGS if hasattr(config, name)}
+        return settings | {"jax_disable_jit": Setting(config.jax_disable_jit, refused=True)}
 
     def functions(self) -> Sequence[tuple[str, Any, Watched]]:
         jax = import_jax()
@@ -131,10 +131,14 @@ class JaxFramework(Framework):
             return import_jax().numpy.transpose(array, LAYOUT_SWAP)
 
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
-        return Compiler(import_jax(), call, example, precision_of).programs(pass_)
+        return Compiler(call, example).programs(pass_)
 
     def compiled(self, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
-        return compile_step(import_jax(), function, state)
+        start = perf_counter_ns()
+        with _no_persistent_cache():
+            compiled = import_jax().jit(function).trace(state).lower().compile()
+        spent = perf_counter_ns() - start
+        return Programs(Program(run=lambda given: tuple(compiled(given))), spent, temp_bytes=_temp_bytes(compiled))
 
     def wait(self, tree: Any) -> None:
         import_jax().block_until_ready(tree)
@@ -186,11 +190,11 @@ class JaxFramework(Framework):
         problem = self._no_kernels(device)
         if problem:
             raise UsageError(f"the kernel clock does not work on {device}: {problem}. Use the wall clock.")
-        return KernelClock(self, _device(device))
+        return JaxKernelClock(self, _device(device))
 
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         if temp_bytes is None:
-            return Peak(None, "the compiler did not say how much scratch memory the program needs")
+            return Peak(None, "the compiler did not report how much scratch memory the program needs")
         outputs = program.run(program.prepare(inputs))
         self.wait(outputs)
         size = temp_bytes + sum(leaf.nbytes for leaf in outputs)
@@ -210,7 +214,7 @@ class JaxFramework(Framework):
         if device == "cpu":
             return "XLA on the CPU compiles the call into one module: there are no kernels to name"
         if device != "cuda":
-            return f"kernels are seen through CUPTI, which {device} does not have"
+            return f"kernels are traced by CUPTI, which {device} does not have"
         return cupti_problem(_device(device))
 
     def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
@@ -225,7 +229,13 @@ class JaxFramework(Framework):
                 raise UsageError(
                     "the JAX profiler wrote no Perfetto trace; is another profiler running in this process?"
                 )
-            return _store_trace(found[0], path)
+            if path.is_dir():
+                path = path / found[0].name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unpacked = path.suffix == ".json"
+            with (gzip.open if unpacked else open)(found[0], "rb") as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            return path
 
     def matmul(self, size: int, dtype: str, device: str) -> Program:
         jax = import_jax()
@@ -292,30 +302,137 @@ def _accelerator_facts(device: Any) -> dict[str, Any]:
     stats = device.memory_stats() or {}
     total = stats.get("bytes_limit")
     capability = getattr(device, "compute_capability", None)
+    pair = None
+    if isinstance(capability, str):
+        major, _, minor = capability.partition(".")
+        pair = int(major), int(minor or 0)
     return {
         "device_name": device.device_kind,
         "memory_bytes": total,
         "free_bytes": None if total is None else total - stats.get("bytes_in_use", 0),
-        "capability": _version_pair(capability) if isinstance(capability, str) else None,
+        "capability": pair,
     }
 
 
-def _version_pair(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
+class Compiler:
+    """Compiler of one call at one shape; arrays that the call captured are passed as arguments too.
+
+    Compiled objects reject any other shape, so nothing can be compiled again while timed.
+    """
+
+    def __init__(self, call: Call, example: Inputs) -> None:
+        self._jax = jax = import_jax()
+        self._example = example
+        self._compile_ns = 0
+        start = perf_counter_ns()
+        with precision_of(self._example.q.dtype):
+            closed = jax.make_jaxpr(call)(*example[:3])
+        if len(closed.out_avals) != 1:
+            raise UsageError(f"the call must return one array, the output, but it returned {len(closed.out_avals)}.")
+        # An array captured by closure would be folded at compile time, leaving nothing to time.
+        self._captured = jax.device_put(list(closed.consts), next(iter(example.q.devices())))
+        self._function = lambda captured, *qkv: jax.core.eval_jaxpr(closed.jaxpr, captured, *qkv)[0]
+        self._compile_ns += perf_counter_ns() - start
+
+    def programs(self, pass_: Pass) -> Programs:
+        """Return the main program of the pass, and for train its two halves."""
+        if pass_ == "forward":
+            compiled = self._compile(self._function, self._captured, *self._example[:3])
+            main = Program(run=lambda x: (compiled(self._captured, x.q, x.k, x.v),))
+            return Programs(main, self._compile_ns, temp_bytes=_temp_bytes(compiled))
+        if pass_ == "backward":
+            _, main, temp = self._halves()
+            return Programs(main, self._compile_ns, temp_bytes=temp)
+
+        def train(captured: Any, q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
+            out, pull_back = self._jax.vjp(lambda *qkv: self._function(captured, *qkv), q, k, v)
+            return (out, *pull_back(dout))
+
+        compiled = self._compile(train, self._captured, *self._example)
+        main = Program(run=lambda x: tuple(compiled(self._captured, *x)), prepare=Inputs.settled)
+        compile_ns = self._compile_ns
+        forward, backward, _ = self._halves()
+        return Programs(main, compile_ns, {"forward": forward, "backward": backward}, _temp_bytes(compiled))
+
+    def _halves(self) -> tuple[Program, Program, int | None]:
+        """Return a forward that keeps what backward needs, and a backward from that (a pytree, so it crosses jit)."""
+
+        def keep(captured: Any, q: Array, k: Array, v: Array) -> Any:
+            return self._jax.vjp(lambda *qkv: self._function(captured, *qkv), q, k, v)
+
+        forward, (_, kept) = self._without_copies(keep, self._captured, *self._example[:3])
+        backward = self._compile(lambda pull_back, dout: pull_back(dout), kept, self._example.dout)
+
+        def prepare(x: Inputs) -> tuple[Any, Array]:
+            # dO is made last, so that no work on it can be done in the forward pass, which is not timed.
+            return forward(self._captured, x.q, x.k, x.v)[1], x.cotangent()
+
+        return (
+            Program(run=lambda x: (forward(self._captured, x.q, x.k, x.v)[0],)),
+            Program(run=lambda state: tuple(backward(*state)), prepare=prepare),
+            _temp_bytes(backward),
+        )
+
+    def _without_copies(self, function: Callable[..., Any], *arguments: Any) -> tuple[Callable[..., Any], Any]:
+        """Return a compiled function and the shapes of its results, without copies of inputs that it returns.
+
+        XLA would copy an output that is an input (Q, K and V, kept for the backward pass), and the copy would be timed;
+        so such an input is passed on outside the compiled code.
+        """
+        tree = self._jax.tree_util
+        with precision_of(self._example.q.dtype):
+            traced = self._jax.jit(function).trace(*arguments)
+        jaxpr, constants = traced.jaxpr.jaxpr, traced.jaxpr.consts
+        place = {id(variable): n for n, variable in enumerate(jaxpr.invars)}
+        through = {n: place[id(v)] for n, v in enumerate(jaxpr.outvars) if id(v) in place}
+        made = [n for n in range(len(jaxpr.outvars)) if n not in through]
+        shapes, structure = tree.tree_flatten(traced.out_info)
+
+        def compute(*flat: Array) -> list[Array]:
+            results = self._jax.core.eval_jaxpr(jaxpr, constants, *flat)
+            return [results[n] for n in made]
+
+        compiled = self._compile(compute, *tree.tree_leaves(arguments))
+
+        def run(*given: Any) -> Any:
+            flat = tree.tree_leaves(given)
+            results = dict(zip(made, compiled(*flat))) | {n: flat[m] for n, m in through.items()}
+            return tree.tree_unflatten(structure, [results[n] for n in range(len(shapes))])
+
+        return run, traced.out_info
+
+    def _compile(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        start = perf_counter_ns()
+        with precision_of(self._example.q.dtype), _no_persistent_cache():
+            compiled = self._jax.jit(function).trace(*arguments).lower().compile()
+        self._compile_ns += perf_counter_ns() - start
+        return compiled
 
 
-def _store_trace(found: Path, path: Path) -> Path:
-    """Store the trace at a path: unpacked if the name ends in .json, packed otherwise."""
-    if path.is_dir():
-        path = path / found.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".json":
-        with gzip.open(found) as packed, path.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
-    else:
-        shutil.copyfile(found, path)
-    return path
+def _temp_bytes(compiled: Any) -> int | None:
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+@contextmanager
+def _no_persistent_cache() -> Iterator[None]:
+    """Disable JAX's persistent cache, since reading compiled code from disk would be timed in place of compiling.
+
+    JAX checks only once whether there is a cache, so it is made to check again.
+    """
+    jax = import_jax()
+    if not jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        yield
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 FRAMEWORK = JaxFramework()

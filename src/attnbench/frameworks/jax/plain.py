@@ -24,7 +24,7 @@ ROW_BLOCK = 1 << 24
 
 @contextmanager
 def usual_promotion() -> Iterator[None]:
-    """Let jax.numpy promote ranks and dtypes by default rules inside, whatever the user set: that is for their code."""
+    """Let jax.numpy promote ranks and dtypes by its default rules inside, whatever the user set for other code."""
     import jax
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -51,25 +51,19 @@ def visible(mask: Mask, shape: MaskShape) -> jax.Array:
 
     seen = None
     for part in mask.split():
-        one = _part_visible(part, shape)
-        seen = one if seen is None else seen & one
+        # Stored arrays are broadcast or repeated, since a lookup of every pair is a slow gather in XLA.
+        if isinstance(part, Dense):
+            values = part.values.array
+            pairs: Any = jnp.asarray(_four_axes(values != -np.inf if part.weighted else values))
+        elif isinstance(part, Blocks):
+            kept = jnp.asarray(_four_axes(part.block_mask.array))
+            kept = jnp.repeat(jnp.repeat(kept, part.block_size, axis=2), part.block_size, axis=3)
+            pairs = kept[:, :, : shape.q_len, : shape.kv_len]
+        else:
+            pairs = part.predicate(shape, jnp)(*_indices(part, shape))  # pyright: ignore[reportArgumentType]
+        seen = pairs if seen is None else seen & pairs
     assert seen is not None
     return jnp.broadcast_to(seen, np.broadcast_shapes(seen.shape, (1, 1, shape.q_len, shape.kv_len)))
-
-
-def _part_visible(part: Mask, shape: MaskShape) -> Any:
-    """Return the visibility of one part; stored arrays are broadcast or repeated, since a lookup of every pair is a
-    slow gather in XLA."""
-    import jax.numpy as jnp
-
-    if isinstance(part, Dense):
-        values = part.values.array
-        return jnp.asarray(_four_axes(values != -np.inf if part.weighted else values))
-    if isinstance(part, Blocks):
-        kept = jnp.asarray(_four_axes(part.block_mask.array))
-        kept = jnp.repeat(jnp.repeat(kept, part.block_size, axis=2), part.block_size, axis=3)
-        return kept[:, :, : shape.q_len, : shape.kv_len]
-    return part.predicate(shape, jnp)(*_indices(part, shape))  # pyright: ignore[reportArgumentType]
 
 
 def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
@@ -85,18 +79,18 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
     for part in mask.split():
         if isinstance(part, Dense) and part.weighted:
             values = part.values.array
-            one = jnp.asarray(_four_axes(np.where(values == -np.inf, 0, values)), dtype)
+            logs = jnp.asarray(_four_axes(np.where(values == -np.inf, 0, values)), dtype)
         elif (weight := part.log_weight(shape, jnp)) is not None:  # pyright: ignore[reportArgumentType]
-            one = weight(*_indices(part, shape)).astype(dtype)
+            logs = weight(*_indices(part, shape)).astype(dtype)
         else:
             continue
-        total = one if total is None else total + one
+        total = logs if total is None else total + logs
     return total
 
 
 def row_tops(workload: Workload) -> np.ndarray | None:
-    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if it lacks
-    nothing."""
+    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing is
+    lacking."""
     shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
     return None if shift is None else shift.top
 
@@ -164,7 +158,7 @@ def plain_call(workload: Workload, with_lse: bool = False) -> Call:
 
 
 def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
-    """Return the LSE alone, differentiable; `rows` are those that see a key."""
+    """Return only the LSE, differentiable; `rows` are the rows that see a key."""
     import jax
 
     return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
@@ -207,8 +201,8 @@ def grouped_heads(array: Array, workload: Workload) -> Array:
 def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None) -> Array:
     """Attend in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
 
-    The workload's own mask is not looked at. A row that sees no key has logits that are all alike: the caller must
-    clear its output.
+    The workload's own mask is not looked at. A row that sees no key has equal logits, so the caller must clear its
+    output.
     """
     import jax
     import jax.numpy as jnp
@@ -225,7 +219,7 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
 
 
 def kind_of_device(array: Array) -> str:
-    """Return our name of the device that an array lies on; of one that is traced or only a shape, the default device.
+    """Return our name of an array's device; for an array that is traced or only a shape, the default device.
 
     The default is that of `jax.default_device` if one is in force: a program traced under it is compiled for it.
     """

@@ -30,7 +30,7 @@ CYCLES_PER_NS = 2
 
 class ColdCache:
     """Buffer of twice the L2 cache. It holds 16-bit integers, whose fill kernel nothing else in attention uses: see
-    KernelClock."""
+    TorchKernelClock."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -41,7 +41,7 @@ class ColdCache:
         self._mark = torch.empty(1024, dtype=torch.int16, device=device)
 
     def flush(self) -> None:
-        """Clear the cache of the last call's data."""
+        """Remove the data of the last call from the cache."""
         self._buffer.fill_(1)
 
     def mark(self) -> None:
@@ -126,7 +126,7 @@ class EventClock(_DeviceClock):
         return lambda: torch.cuda._sleep(host_ns * CYCLES_PER_NS)
 
 
-class KernelClock(_DeviceClock):
+class TorchKernelClock(_DeviceClock):
     """Sum of the durations of all device work of a call, from the profiler: no gaps, no launch latency."""
 
     name = "kernel"
@@ -197,7 +197,7 @@ class GraphClock(_DeviceClock):
         picked = watch.picks(count, calls)
 
         def look(index: int, output: tuple[Any, ...]) -> None:
-            if index in picked:  # a copy, because each replay writes its result where the last one did
+            if index in picked:  # a copy, because each replay overwrites the result of the last one
                 watch.look(index % len(replays), self._snapshot(output))
 
         each = [replays[index % len(replays)] for index in range(count * calls)]
@@ -233,4 +233,4 @@ def _means(ns: Sequence[float], calls: int) -> list[float]:
     return [sum(ns[begin:end]) / calls for begin, end in pairwise(edges)]
 
 
-CLOCKS: dict[str, type[_DeviceClock]] = {clock.name: clock for clock in (EventClock, KernelClock, GraphClock)}
+CLOCKS: dict[str, type[_DeviceClock]] = {clock.name: clock for clock in (EventClock, TorchKernelClock, GraphClock)}

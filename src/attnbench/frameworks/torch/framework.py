@@ -71,8 +71,14 @@ class TorchFramework(Framework):
         facts = cpu_facts()
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
-            facts |= _accelerator_facts(_torch_device(device))
-            facts["devices"] = torch.get_device_module(_torch_device(device)).device_count()
+            kind = _torch_device(device)
+            module = torch.get_device_module(kind)
+            facts["device_name"] = getattr(module, "get_device_name", lambda: kind)()
+            facts["devices"] = module.device_count()
+            if hasattr(module, "mem_get_info"):
+                facts["free_bytes"], facts["memory_bytes"] = module.mem_get_info()
+            if kind == "cuda":
+                facts["capability"] = torch.cuda.get_device_capability()
         packages = {"torch": str(torch.__version__), **versions(*PACKAGES)}
         return Environment(
             device=device, framework="torch", threads=torch.get_num_threads(), packages=packages, **facts
@@ -251,19 +257,6 @@ def _full_precision() -> None:
     import torch
 
     torch.set_float32_matmul_precision("highest")
-
-
-def _accelerator_facts(device: str) -> dict[str, Any]:
-    import torch
-
-    module = torch.get_device_module(device)
-    name = getattr(module, "get_device_name", lambda: device)()
-    facts: dict[str, Any] = {"device_name": name}
-    if hasattr(module, "mem_get_info"):
-        facts["free_bytes"], facts["memory_bytes"] = module.mem_get_info()
-    if device == "cuda":
-        facts["capability"] = torch.cuda.get_device_capability()
-    return facts
 
 
 FRAMEWORK = TorchFramework()

@@ -1,7 +1,7 @@
 """torch's private APIs and the state of its process: settings, active modes, autocast, streams.
 
-Both passes of attention take their inputs in autocast's dtype, as torch's own do, and compute with autocast off: a call
-whose forward ran in 16 bits and whose backward in 32, or the other way round, would not have the gradient of anything.
+Both passes of attention take their inputs in autocast's dtype, as torch's own do, and compute with autocast off: if the
+forward pass ran in 16 bits and the backward pass in 32, or the reverse, the result would not be a gradient.
 
 Tensors that are made once and read on any CUDA stream are finished before anyone else can find them, so no stream reads
 what another still writes; and the allocator knows every stream that reads them, so their memory is not reused while one
@@ -20,15 +20,15 @@ from attnbench.frameworks.base import Setting, Watched
 if TYPE_CHECKING:
     import torch
 
-THREADS = "remove that call and pass --threads {0}, so that all are measured with as many"
+THREADS = "remove that call and pass --threads {0}, so that every implementation is measured with the same number"
 
 
 def settings() -> Mapping[str, Setting]:
-    """Return settings by name: changes of threads, active modes and precision are refused, others are noted."""
+    """Return settings by name: changes of threads, active modes and precision are refused, others are recorded."""
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    told: dict[str, Callable[[], Any]] = {
+    recorded: dict[str, Callable[[], Any]] = {
         "torch's default dtype": torch.get_default_dtype,
         "torch's default device": lambda: str(torch.get_default_device()),
         "torch's gradient mode": torch.is_grad_enabled,
@@ -48,28 +48,30 @@ def settings() -> Mapping[str, Setting]:
     refused: dict[str, Callable[[], Any]] = {
         "torch's active function modes": lambda: tuple(map(_name, _function_modes())),
         "torch's active dispatch modes": lambda: tuple(map(_name, _dispatch_modes())),
-        "torch's autocast": _autocast,
+        "torch's autocast": lambda: tuple(
+            device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)
+        ),
     }
-    found = {name: Setting(_read(read)) for name, read in told.items()}
-    found |= {name: Setting(_read(read), refused=True) for name, read in refused.items()}
-    found["torch's threads"] = Setting(torch.get_num_threads(), refused=True, remedy=THREADS)
-    found["torch's threads between operators"] = Setting(torch.get_num_interop_threads(), refused=True)
-    # A call that leaves it lower makes the yardstick of the checks less exact.
+    values = {name: Setting(_read(read)) for name, read in recorded.items()}
+    values |= {name: Setting(_read(read), refused=True) for name, read in refused.items()}
+    values["torch's threads"] = Setting(torch.get_num_threads(), refused=True, remedy=THREADS)
+    values["torch's threads between operators"] = Setting(torch.get_num_interop_threads(), refused=True)
+    # A call that leaves it lower makes the reference of the checks less exact.
     precision = Setting(torch.get_float32_matmul_precision(), refused=True, set_again=True)
-    found["torch's float32 matmul precision"] = precision
-    return found
+    values["torch's float32 matmul precision"] = precision
+    return values
 
 
 def functions() -> Sequence[tuple[str, Any, Watched]]:
     """Return torch's modules and classes to watch; changes of its functional ones, which nothing here calls, are only
-    noted."""
+    recorded."""
     import torch
 
     library = Watched(harness=False)
     compiled = Watched(kinds=(BuiltinFunctionType,), harness=False)
     method = type(torch.Tensor.detach)
     tensor = Watched(kinds=(*library.kinds, method, property), harness=False)
-    found: list[tuple[str, Any, Watched]] = [
+    watched: list[tuple[str, Any, Watched]] = [
         ("torch", torch, compiled),
         ("torch.Tensor", torch.Tensor, tensor),
         ("torch.nn.functional", torch.nn.functional, Watched(refused=False, harness=False)),
@@ -79,7 +81,7 @@ def functions() -> Sequence[tuple[str, Any, Watched]]:
         ("torch.cuda.Event", torch.cuda.Event, tensor),
         ("torch.accelerator", torch.accelerator, library),
     ]
-    return found
+    return watched
 
 
 def refuse_modes() -> None:
@@ -95,7 +97,7 @@ def refuse_modes() -> None:
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Return a context in which what is made has numbers and is no part of a graph that is traced, unless it is fake.
+    """Return a context in which new tensors have numbers and are not part of a traced graph, unless they are fake.
 
     make_fx traces real tensors by a mode, under which a mask that is kept would be a tensor of that graph.
     """
@@ -125,14 +127,8 @@ def _name(mode: Any) -> str:
     return type(mode).__name__
 
 
-def _autocast() -> tuple[str, ...]:
-    import torch
-
-    return tuple(device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device))
-
-
 def _read(read: Callable[[], Any]) -> Any:
-    """Return the value, or that this build of torch does not have it."""
+    """Return the value of a setting, or a note that this build of torch does not have it."""
     try:
         return read()
     except (AttributeError, RuntimeError) as error:
@@ -164,7 +160,7 @@ def dtype_under_autocast(tensor: torch.Tensor, kind: str) -> torch.dtype:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off on that kind of device, and afterwards as it was."""
+    """Return a context in which autocast is off on that kind of device; afterwards it is restored."""
     import torch
 
     if kind != "meta" and torch.compiler.is_dynamo_compiling():

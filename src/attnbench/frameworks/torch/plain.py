@@ -91,8 +91,8 @@ def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
 def once_per_device(make: Callable[[torch.device], Made], constant: bool = True) -> Callable[[torch.device], Made]:
     """Return a function that makes something at the first call on each device and keeps it.
 
-    Build may not know the device. To torch.compile the result is a constant, unless it is a function, which must be
-    looked into and be made before. Calls on other CUDA streams may read what one of them made.
+    The device may be unknown when a call is built. torch.compile treats the result as a constant, unless it is a
+    function, which must be traced and be made before. Calls on other CUDA streams may read what one call made.
     """
     made: dict[torch.device, Made] = {}
     shared: dict[torch.device, Shared] = {}

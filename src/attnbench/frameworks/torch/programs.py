@@ -1,4 +1,4 @@
-"""Programs of the passes of a torch call, and what the profiler and the allocators tell of them.
+"""Programs of the passes of a torch call, and what the profiler and the allocators report about them.
 
 A call `(q, k, v) -> out` becomes the forward pass without a graph, the backward pass alone, or both. The profiler and
 the allocators give operators and kernels, peak memory, or a trace of one run.
@@ -37,7 +37,23 @@ def owned(value: Any) -> bool:
 
 def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
     """Return the programs of a pass; `compile_ns` is the time of the first calls if the call compiles, else 0."""
-    output = _checked(call)
+    import torch
+
+    def output(q: Array, k: Array, v: Array) -> Array:
+        out = call(q, k, v)
+        if not owned(out):
+            raise TypeError(_not_owned(out))
+        return out
+
+    def without_graph(inputs: Inputs) -> tuple[Array, ...]:
+        with torch.no_grad():
+            return (output(inputs.q, inputs.k, inputs.v),)
+
+    def train(state: tuple[tuple[Array, ...], Array]) -> tuple[Array, ...]:
+        leaves, dout = state
+        out = output(*leaves)
+        return (out, *_gradients(out, leaves, dout))
+
     forward = Program(run=lambda state: (output(*state),), prepare=_leaves)
     backward = ReplayableProgram(
         run=lambda state: _gradients(*state),
@@ -46,42 +62,29 @@ def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
         rerun=lambda state: _gradients(*state, keep=True),
     )
     if pass_ == "forward":
-        main, parts = Program(run=_without_graph(output)), {}
+        main, parts = Program(run=without_graph), {}
     elif pass_ == "backward":
         main, parts = backward, {}
     else:
-        main, parts = _train(output), {"forward": forward, "backward": backward}
-    return Programs(main, _first_calls_ns(call, (main, *parts.values()), example), parts)
-
-
-def _checked(call: Call) -> Call:
-    def output(q: Array, k: Array, v: Array) -> Array:
-        out = call(q, k, v)
-        if not owned(out):
-            raise TypeError(_not_owned(out))
-        return out
-
-    return output
+        main = Program(run=train, prepare=lambda inputs: (_leaves(inputs), inputs.cotangent()))
+        parts = {"forward": forward, "backward": backward}
+    compile_ns = 0
+    if getattr(call, "compiles", False):
+        start = perf_counter_ns()
+        for program in (main, *parts.values()):
+            program.run(program.prepare(example))
+        compile_ns = perf_counter_ns() - start
+    return Programs(main, compile_ns, parts)
 
 
 def _not_owned(out: Any) -> str:
     import torch
 
     if not isinstance(out, torch.Tensor):
-        return f"the call returned {type(out).__name__}, not a torch.Tensor: return the output alone."
+        return f"the call returned {type(out).__name__}, not a torch.Tensor: return only the output."
     if out.device.type == "meta":
         return "the call returned a tensor of the meta device, which holds no values: return the computed output."
     return f"the call returned {type(out).__name__}, not a plain torch.Tensor: return one that holds its values itself."
-
-
-def _without_graph(output: Call) -> Callable[[Inputs], tuple[Array, ...]]:
-    import torch
-
-    def run(inputs: Inputs) -> tuple[Array, ...]:
-        with torch.no_grad():
-            return (output(inputs.q, inputs.k, inputs.v),)
-
-    return run
 
 
 def _leaves(inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -93,24 +96,6 @@ def _gradients(out: Array, leaves: tuple[Array, ...], dout: Array, keep: bool = 
     import torch
 
     return torch.autograd.grad(out, leaves, dout, retain_graph=keep)
-
-
-def _train(output: Call) -> Program:
-    def run(state: tuple[tuple[Array, ...], Array]) -> tuple[Array, ...]:
-        leaves, dout = state
-        out = output(*leaves)
-        return (out, *_gradients(out, leaves, dout))
-
-    return Program(run=run, prepare=lambda inputs: (_leaves(inputs), inputs.cotangent()))
-
-
-def _first_calls_ns(call: Call, programs: tuple[Program, ...], example: Inputs) -> int:
-    if not getattr(call, "compiles", False):
-        return 0
-    start = perf_counter_ns()
-    for program in programs:
-        program.run(program.prepare(example))
-    return perf_counter_ns() - start
 
 
 RUN = "attnbench::run"
@@ -140,7 +125,7 @@ def synchronize(device: str) -> None:
 
 @contextmanager
 def recorded(device: str, host: bool = True, **options: Any) -> Iterator[profile]:
-    """Record the kernels of a device meanwhile, and if `host`, the operators that the host ran.
+    """Record the kernels of a device while the block runs and, if `host`, the operators that the host ran.
 
     `torch.profiler.profile` wraps the same recorder and imports torch.compile first, which takes each process over a
     second.
@@ -237,8 +222,7 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
 
 
 def _new_bytes(output: Any, inputs: Any) -> int:
-    """Return the bytes of the outputs that lie in no input's memory; a view counts as much of its memory as it
-    shows."""
+    """Return the bytes of the outputs outside the memory of the inputs; a view counts only the part that it shows."""
     given = {array.untyped_storage().data_ptr() for array in _tensors(inputs)}
     made: dict[int, int] = {}
     for array in _tensors(output):

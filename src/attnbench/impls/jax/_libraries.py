@@ -1,28 +1,130 @@
-"""Helpers for JAX libraries: Pallas kernels in their interpreter, and imports that leave torch's Triton cache alone."""
+"""Helpers of several JAX libraries: masks as arguments, and imports that leave torch's Triton cache alone.
+
+The arguments are those of `jax.nn.dot_product_attention`, which tokamax shares.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from attnbench.frameworks.jax.plain import log_weight, rows_that_see, visible
+from attnbench.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
+from attnbench.masks.combine import both
+from attnbench.masks.large_bias import has_large_bias
+from attnbench.spec import Workload
 
 
-def interpreted(*platforms: str) -> bool:
-    """Return whether JAX's default device is none of the platforms that the kernel compiles for ("gpu", "tpu")."""
-    import jax
-
-    return jax.default_backend() not in platforms
+def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
+    """Return whether query 0 is aligned with key 0: the only alignment of `is_causal` and `local_window_size`."""
+    return part.align == "top-left" or shape.q_len == shape.kv_len
 
 
-def interpreter_reason(*platforms: str) -> str:
-    """Return why the kernel may only be verified here; empty if it compiles.
+@dataclass(frozen=True)
+class MaskArguments:
+    """A mask as native arguments and a `rest`, which is passed as an array."""
 
-    The interpreter is exact, so kernels can be verified in it, but never timed. This function imports JAX: call it in
-    workers only.
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    kv_lengths: np.ndarray | None = None
+    rest: Mask = field(default_factory=Full)
+    shows_blind_rows: bool = False
+    """Whether rows that see no key are shown all keys; their output is set to 0 outside.
+
+    Fused kernels would give such rows NaN gradients (seen on cuDNN and tokamax).
     """
-    if not interpreted(*platforms):
-        return ""
-    return f"Pallas runs this kernel only on {' or '.join(platforms)}; here it runs in its interpreter"
+
+    @property
+    def needs_array(self) -> bool:
+        """Whether a part is left that needs an array of q_len x kv_len."""
+        return not isinstance(self.rest, Full)
+
+    @property
+    def at_most_causal(self) -> bool:
+        """Whether the mask is full or `is_causal`, without any other argument."""
+        return not self.needs_array and self.window is None and self.kv_lengths is None
+
+    def keywords(self, workload: Workload, full_pairs: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments; call inside the traced function. `full_pairs` broadcasts arrays to all batch
+        rows and heads."""
+        import jax.numpy as jnp
+
+        words: dict[str, Any] = {}
+        if self.is_causal:
+            words["is_causal"] = True
+        if self.window is not None:
+            words["local_window_size"] = self.window
+        if self.kv_lengths is not None:
+            words["key_value_seq_lengths"] = jnp.asarray(self.kv_lengths, jnp.int32)
+        if not self.needs_array:
+            return words
+        shape = workload.mask_shape
+        seen = visible(self.rest, shape)
+        if self.shows_blind_rows:
+            seen = seen | ~seen.any(-1, keepdims=True)
+        words["mask"] = jnp.broadcast_to(seen, tuple(shape)) if full_pairs else seen
+        weight = log_weight(self.rest, shape, jnp.promote_types(workload.dtype, jnp.float32))
+        if weight is not None:
+            words["bias"] = jnp.broadcast_to(weight, (*weight.shape[:2], shape.q_len, shape.kv_len))
+        return words
+
+
+def mask_arguments(workload: Workload) -> MaskArguments:
+    """Return the mask split into native arguments and a rest.
+
+    A window is native only with right = 0, and then always with is_causal: see jax.cudnn. With a large bias the mask
+    stays whole: the largest bias that a row sees depends on all of the mask.
+    """
+    shape = workload.mask_shape
+    blind_rows = workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None
+    if blind_rows or has_large_bias(workload.visible_mask):
+        return MaskArguments(rest=workload.visible_mask, shows_blind_rows=blind_rows)
+    causal, window, lengths = False, None, None
+    rest: Mask = Full()
+    for part in workload.visible_mask.split():
+        if isinstance(part, Causal) and starts_together(part, shape):
+            causal = True
+        elif isinstance(part, Window) and part.right == 0 and window is None and starts_together(part, shape):
+            left = shape.q_len if part.left is None else part.left
+            causal, window = True, (left, 0)
+        elif isinstance(part, Lengths) and lengths is None:
+            lengths = part.kv_lengths.array
+        else:
+            rest = both(rest, part)
+    return MaskArguments(causal, window, lengths, rest)
+
+
+def own_documents(workload: Workload) -> np.ndarray | None:
+    """Return the document ids [b, tokens] of queries and keys; None if the mask has no documents part."""
+    for part in workload.visible_mask.split():
+        if isinstance(part, Documents):
+            return np.broadcast_to(part.ids.array, (workload.batch, workload.kv_len))
+    return None
+
+
+def one_documents_part(workload: Workload) -> str | None:
+    """Return why documents cannot be passed to a library with one id per token; None if they can."""
+    documents = [part for part in workload.visible_mask.split() if isinstance(part, Documents)]
+    if len(documents) > 1:
+        return "takes one set of documents, not several"
+    if not documents:
+        return None
+    if workload.q_len != workload.kv_len or documents[0].q_ids is not None:
+        return "takes documents of self-attention only (one id per token, q_len = kv_len)"
+    return None
+
+
+def causal_alignment(workload: Workload) -> str | None:
+    """Return why a causal or window part does not start at key 0; None if all do."""
+    for part in workload.visible_mask.split():
+        if isinstance(part, Causal | Window) and not starts_together(part, workload.mask_shape):
+            return f"aligns {part.kinds[0]} top-left only, not bottom-right of {workload.q_len} x {workload.kv_len}"
+    return None
 
 
 CACHE = "TRITON_CACHE_DIR"

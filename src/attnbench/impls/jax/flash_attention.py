@@ -1,7 +1,7 @@
 """jax.flash-attn: flash-attn-jax's binding of FlashAttention 2.
 
 Traps handled here: only a bare assertion guards its dtypes and nothing its head groups; the scale must be a Python
-float; no mask array, no LSE. Which corner its causal mask is aligned to when q_len != kv_len was never run, so that
+float; no mask array, no LSE. To which corner its causal mask is aligned if q_len != kv_len was never tested, so that
 case is refused. Its binary holds code for sm_80 only: newer GPUs compile it at load and get FlashAttention 2's speed.
 """
 
@@ -31,12 +31,15 @@ class FlashAttn(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
+        parts = workload.visible_mask.split()
+        rectangular = workload.q_len != workload.kv_len and any(isinstance(part, Causal | Window) for part in parts)
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_capability(environment, (8, 0)),
             conditions.needs_dtype(workload, "float16", "bfloat16"),
             conditions.needs_mask(workload, "full", "causal", "window"),
-            _one_mask(workload),
+            "takes causal or window, not both" if len(parts) > 1 else None,
+            "has an unknown alignment for q_len != kv_len" if rectangular else None,
             conditions.needs_equal_dims(workload),
             conditions.needs_head_dim(workload, 256, multiple_of=8),
             conditions.needs_no_softcap(workload),
@@ -44,33 +47,17 @@ class FlashAttn(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        is_causal, window = _mask_words(workload)
+        (part,) = workload.visible_mask.split()
+        sides = (part.left, part.right) if isinstance(part, Window) else (None, None)
+        left, right = (NO_BOUND if side is None else side for side in sides)
+        scale, causal = float(workload.softmax_scale), isinstance(part, Causal)
 
         def call(q: Array, k: Array, v: Array) -> Array:
             from flash_attn_jax import flash_mha
 
-            return flash_mha(
-                q, k, v, softmax_scale=float(workload.softmax_scale), is_causal=is_causal, window_size=window
-            )
+            return flash_mha(q, k, v, softmax_scale=scale, is_causal=causal, window_size=(left, right))
 
         return call
-
-
-def _one_mask(workload: Workload) -> str | None:
-    parts = workload.visible_mask.split()
-    if len(parts) > 1:
-        return "takes one of causal or window, not both"
-    if workload.q_len != workload.kv_len and any(isinstance(part, Causal | Window) for part in parts):
-        return "has an unknown alignment for q_len != kv_len"
-    return None
-
-
-def _mask_words(workload: Workload) -> tuple[bool, tuple[int, int]]:
-    (part,) = workload.visible_mask.split()
-    if isinstance(part, Window):
-        left, right = (NO_BOUND if side is None else side for side in (part.left, part.right))
-        return False, (left, right)
-    return isinstance(part, Causal), (NO_BOUND, NO_BOUND)
 
 
 FLASH_ATTN = FlashAttn()

@@ -1,12 +1,12 @@
 """jax.kvax: kvax's FlashAttention-2 in Triton, causal by position plus segments.
 
 Traps handled here: scale defaults to 1; its block sizes know "H100" by name only, so they are given; it needs a mesh
-and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute
-that newer JAX dropped, and module constants that newer Triton wants as constexpr.
-It attends to every block between the first and the last that a query block sees in full: the keys of a document, and
-those that are not padding, must lie together.
-It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are padded here.
-A scale of exactly 1 becomes a constant of jax-triton that its backward kernel cannot convert: half of it is given.
+and `attention_specs` even on one device; segment -1 means padding. kvax 0.1.0 needs two repairs: an attribute that
+newer JAX dropped, and module constants that newer Triton wants as constexpr. It attends to every block between the
+first and the last that a query block sees in full: the keys of a document, and those that are not padding, must lie
+together. It pads lengths to whole blocks in the forward pass only and refuses them in the backward pass: they are
+padded here. A scale of exactly 1 becomes a constant of jax-triton that its backward kernel cannot convert: a scale of
+one half is passed with doubled queries.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.jax._libraries import import_beside_torch
-from attnbench.impls.jax._masks import one_documents_part, own_documents
+from attnbench.impls.jax._libraries import import_beside_torch, one_documents_part, own_documents
 from attnbench.masks import Causal
 from attnbench.masks.base import query_offset
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -48,16 +47,20 @@ class Kvax(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
+        causal = any(isinstance(part, Causal) for part in workload.visible_mask.split())
+        blind_rows = _positions(workload)[0].min() < 0
+        dims = ", ".join(map(str, HEAD_DIMS))
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_at_least(environment, (8, 0)),
             conditions.needs_mask(workload, "causal", "documents"),
-            _causal_part(workload),
+            None if causal else "is always causal",
+            "cannot compute rows that see no key" if blind_rows else None,
             conditions.needs_dtype(workload, "float16", "bfloat16"),
             conditions.needs_equal_dims(workload),
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
-            _head_dim(workload),
+            None if workload.head_dim in HEAD_DIMS else f"takes head_dim {dims}, not {workload.head_dim}",
             one_documents_part(workload),
             _document_ids(workload),
         )
@@ -111,7 +114,11 @@ def attend(
     import jax.numpy as jnp
 
     ops, utils = _import_kvax()
-    forward, backward = _blocks(utils, config)
+    q_block, kv_block, warps, stages = (int(config[name]) for name in ("block_q", "block_kv", "warps", "stages"))
+    forward = utils.FlashAttentionParamsConfig(q_block, kv_block, warps, stages)
+    # The backward pass has half the queries per block, as in kvax on the H100.
+    q_block = max(q_block // 2, 16) if q_block > 64 else q_block
+    backward = utils.FlashAttentionParamsConfig(q_block, kv_block, warps, stages)
     words = [jnp.asarray(x, jnp.int32) for x in tokens]
     q_len = q.shape[1]
     if scale == 1:
@@ -144,13 +151,8 @@ def _in_whole_blocks(
     def longer(array: Array, **how: Any) -> Array:
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block), *[(0, 0)] * (array.ndim - 2)], **how)
 
-    q_positions, q_segments, kv_positions, kv_segments = words
-    words = [
-        longer(q_positions, mode="edge"),
-        longer(q_segments, mode="edge"),
-        longer(kv_positions, mode="edge"),
-        longer(kv_segments, constant_values=-1),
-    ]
+    *others, kv_segments = words
+    words = [*(longer(x, mode="edge") for x in others), longer(kv_segments, constant_values=-1)]
     return longer(q), longer(k), longer(v), words
 
 
@@ -161,25 +163,12 @@ def _rounded_gradient(array: Array) -> Array:
     return array.astype(jnp.float32).astype(array.dtype)
 
 
-def _causal_part(workload: Workload) -> str | None:
-    causal = [part for part in workload.visible_mask.split() if isinstance(part, Causal)]
-    if not causal:
-        return "is always causal"
-    return "cannot compute rows that see no key" if _positions(workload)[0].min() < 0 else None
-
-
-def _head_dim(workload: Workload) -> str | None:
-    if workload.head_dim in HEAD_DIMS:
-        return None
-    return f"takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {workload.head_dim}"
-
-
 def _document_ids(workload: Workload) -> str | None:
     documents = own_documents(workload)
     if documents is None:
         return None
     if documents.min() < 0:
-        return "takes negative document ids as padding"
+        return "treats negative document ids as padding"
     runs = 1 + np.count_nonzero(np.diff(documents, axis=1), axis=1)
     if any(len(np.unique(row)) < count for row, count in zip(documents, runs)):
         return "takes documents of consecutive tokens only: keys between two parts of a document are read too"
@@ -196,13 +185,6 @@ def _positions(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     q = np.arange(workload.q_len, dtype=np.int32) + min(offsets, default=0)
     kv = np.arange(workload.kv_len, dtype=np.int32)
     return np.tile(q, (workload.batch, 1)), np.tile(kv, (workload.batch, 1))
-
-
-def _blocks(utils: Any, config: Config) -> tuple[Any, Any]:
-    """Return forward and backward parameters; backward has half the queries per block, as kvax has on the H100."""
-    make = utils.FlashAttentionParamsConfig
-    q, kv, warps, stages = (int(config[name]) for name in ("block_q", "block_kv", "warps", "stages"))
-    return make(q, kv, warps, stages), make(max(q // 2, 16) if q > 64 else q, kv, warps, stages)
 
 
 def _import_kvax() -> tuple[Any, Any]:

@@ -1,5 +1,9 @@
-"""jax.xla and jax.cudnn: `jax.nn.dot_product_attention` with a named implementation, never None.
+"""jax.einsum, jax.xla and jax.cudnn: attention that JAX itself offers.
 
+jax.einsum is the grouped einsum of openpi's Gemma: float32 logits and softmax, probabilities in the input dtype. Unlike
+openpi's, a row that sees no key is 0 and not the mean of V. It stores the T x S scores.
+
+jax.xla and jax.cudnn are `jax.nn.dot_product_attention` with a named implementation, never None.
 Traps handled here: its causal mask is top-left (bottom-right is passed as an array); a row without visible keys gives
 the mean of V (set to 0 outside); softmax is float32 even for float64 (refused); the LSE is rounded to the input dtype,
 so it is offered for float32 only, and no gradient flows through it, so in training it is computed apart. cuDNN's left
@@ -18,11 +22,35 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax.plain import plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
+from attnbench.frameworks.jax.plain import plain_call, plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.jax._masks import MaskArguments, mask_arguments
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
+from attnbench.impls.jax._libraries import MaskArguments, mask_arguments
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+
+
+class JaxEinsum(Implementation):
+    """Grouped einsum as in openpi's Gemma: any mask and dtype on any device; stores all scores."""
+
+    name = "jax.einsum"
+    framework = "jax"
+    lse_gradient = True
+    materialises_scores = True
+    untested = ("rocm", "tpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Call:
+        return plain_call(workload)
+
+    def build_lse(self, workload: Workload, config: Config) -> Call:
+        return plain_call(workload, with_lse=True)
+
+    def partial(self, workload: Workload, config: Config) -> Partial | None:
+        from attnbench.impls.partial.jax_passes import plain_passes
+
+        return plain_passes(workload)
 
 
 @dataclass(frozen=True)
@@ -33,11 +61,11 @@ class Evened:
     queries: int
     keys: int
 
-    def arrays(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        return _longer(q, self.queries), _longer(k, self.keys), _longer(v, self.keys)
+    def arrays(self, q: Array, k: Array, v: Array) -> list[Array]:
+        import jax.numpy as jnp
 
-    def cut(self, out: Array) -> Array:
-        return out[:, : self.workload.q_len]
+        added = zip((q, k, v), (self.queries, self.keys, self.keys))
+        return [jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) if tokens else x for x, tokens in added]
 
     def keywords(self, arguments: MaskArguments, full_pairs: bool) -> dict[str, Any]:
         """Return the keyword arguments like `MaskArguments.keywords`.
@@ -63,12 +91,6 @@ def evened(workload: Workload) -> Evened | None:
     return Evened(workload, *odd) if any(odd) else None
 
 
-def _longer(x: Array, tokens: int) -> Array:
-    import jax.numpy as jnp
-
-    return jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) if tokens else x
-
-
 class JaxNn(Implementation):
     """Base of the backends of `jax.nn.dot_product_attention`."""
 
@@ -85,23 +107,20 @@ class JaxNn(Implementation):
         apart = with_lse and workload.needs_gradients
         fixed = {"implementation": self.backend, "scale": workload.softmax_scale}
 
-        def library(q: Array, k: Array, v: Array) -> Any:
-            import jax
+        def call(q: Array, k: Array, v: Array) -> Any:
+            from jax.nn import dot_product_attention
 
+            if with_lse and not apart:
+                words = arguments.keywords(workload, self.full_pairs)
+                out, lse = dot_product_attention(q, k, v, return_residual=True, **fixed, **words)
+                return zero_blind_rows(out, rows), whole_lse(lse.transpose(0, 2, 1), rows, tops)
             if padded is not None:
                 words = padded.keywords(arguments, self.full_pairs)
-                return padded.cut(jax.nn.dot_product_attention(*padded.arrays(q, k, v), **fixed, **words))
-            words = arguments.keywords(workload, self.full_pairs)
-            return jax.nn.dot_product_attention(q, k, v, return_residual=with_lse and not apart, **fixed, **words)
-
-        def call(q: Array, k: Array, v: Array) -> Any:
-            found = library(q, k, v)
-            if not with_lse:
-                return zero_blind_rows(found, rows)
-            if apart:
-                return zero_blind_rows(found, rows), plain_lse(workload, q, k, rows)
-            out, lse = found
-            return zero_blind_rows(out, rows), whole_lse(lse.transpose(0, 2, 1), rows, tops)
+                out = dot_product_attention(*padded.arrays(q, k, v), **fixed, **words)[:, : workload.q_len]
+            else:
+                out = dot_product_attention(q, k, v, **fixed, **arguments.keywords(workload, self.full_pairs))
+            out = zero_blind_rows(out, rows)
+            return (out, plain_lse(workload, q, k, rows)) if apart else out
 
         return call
 
@@ -119,9 +138,12 @@ class Xla(JaxNn):
     untested = ("rocm", "tpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
+        half_on_cpu = workload.dtype == "float16" and environment.device == "cpu"
         return first_reason(
             conditions.needs_dtype(workload, "float32", "float16", "bfloat16"),
-            _no_float16_on_cpu(workload, environment),
+            "asks for a float16 product with float32 sums, which XLA does not compile for the CPU"
+            if half_on_cpu
+            else None,
             conditions.needs_equal_dims(workload),
             conditions.needs_no_softcap(workload),
         )
@@ -130,12 +152,6 @@ class Xla(JaxNn):
         """Return a call for float32 only, because the library rounds other LSEs to 16 bits; in training the LSE is
         computed apart."""
         return self._call(workload, with_lse=True) if workload.dtype == "float32" else None
-
-
-def _no_float16_on_cpu(workload: Workload, environment: Environment) -> str | None:
-    if workload.dtype == "float16" and environment.device == "cpu":
-        return "asks for a float16 product with float32 sums, which XLA does not compile for the CPU"
-    return None
 
 
 class Cudnn(JaxNn):
@@ -152,6 +168,7 @@ class Cudnn(JaxNn):
         return conditions.needs_device(environment, "cuda") or conditions.needs_at_least(environment, (8, 0))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
+        rounded = f"takes its bias in {workload.dtype}, which rounds the mask's weights"
         return first_reason(
             self.available(environment),
             conditions.needs_dtype(workload, "float16", "bfloat16"),
@@ -159,7 +176,7 @@ class Cudnn(JaxNn):
             conditions.needs_cudnn_head_dim(workload, environment),
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
-            _exact_bias(workload),
+            rounded if workload.visible_mask.weighted else None,
         )
 
     def passes(self, workload: Workload, config: Config) -> Passes:
@@ -169,11 +186,6 @@ class Cudnn(JaxNn):
         return cudnn_passes(workload) or (None, None)
 
 
-def _exact_bias(workload: Workload) -> str | None:
-    if workload.visible_mask.weighted:
-        return f"takes its bias in {workload.dtype}, which rounds the mask's weights"
-    return None
-
-
+EINSUM = JaxEinsum()
 XLA = Xla()
 CUDNN = Cudnn()

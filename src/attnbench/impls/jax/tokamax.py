@@ -11,13 +11,14 @@ from typing import Any
 from attnbench.frameworks.jax.plain import rows_that_see, zero_blind_rows
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.jax._libraries import import_beside_torch
-from attnbench.impls.jax._masks import mask_arguments
+from attnbench.impls.jax._libraries import import_beside_torch, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 MASK_ROW_BYTES = 16
 LARGEST_FLOAT16_LOGIT = 11.0
+"""Soft cap above which mosaic overflows in float16: up to 60 it does not subtract a row's maximum before the
+exponential."""
 INSTALL = "pip install tokamax (Python 3.12 or newer)"
 
 
@@ -49,10 +50,11 @@ class Tokamax(Implementation):
         return first_reason(conditions.needs_package("tokamax", INSTALL), self._device(environment))
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
+        capped_late = workload.softcap is not None and workload.visible_mask.weighted
         return first_reason(
             self._device(environment),
             conditions.needs_dtype(workload, *self.dtypes),
-            _softcap_before_bias(workload),
+            "caps the logits after adding the mask's weights" if capped_late else None,
             conditions.needs_positive_scale(workload) if self.devices else None,
             self._backend_limits(workload, environment),
         )
@@ -61,24 +63,34 @@ class Tokamax(Implementation):
         return conditions.needs_device(environment, *self.devices) if self.devices else None
 
     def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
+        softcap = workload.softcap
         if self.backend == "mosaic":
+            odd_rows = workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array
+            overflows = workload.dtype == "float16" and softcap is not None and softcap > LARGEST_FLOAT16_LOGIT
             return first_reason(
                 conditions.needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
-                _aligned_mask_rows(workload),
-                _exponentials_in_float16(workload),
+                f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
+                if odd_rows
+                else None,
+                "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
+                if overflows
+                else None,
             )
-        if self.backend == "triton" and conditions.needs_at_least(environment, (8, 0)):
-            return conditions.needs_at_least(environment, (8, 0))
-        if self.backend == "triton" and workload.needs_gradients and workload.softcap is not None:
-            return "has no softcap in its backward pass"
+        if self.backend == "triton":
+            uncapped = workload.needs_gradients and softcap is not None
+            return first_reason(
+                conditions.needs_at_least(environment, (8, 0)),
+                "has no softcap in its backward pass" if uncapped else None,
+            )
         if self.backend == "cudnn":
+            array_in_training = workload.needs_gradients and mask_arguments(workload).needs_array
             return first_reason(
                 conditions.needs_at_least(environment, (8, 0)),
                 conditions.needs_no_softcap(workload),
                 conditions.needs_equal_dims(workload),
                 conditions.needs_cudnn_head_dim(workload, environment),
                 "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
-                _no_backward_with_array(workload),
+                "has no backward pass with a mask array" if array_in_training else None,
             )
         return None
 
@@ -102,8 +114,7 @@ class Tokamax(Implementation):
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return Mosaic's forward pass for full and causal masks, by the kernel behind the public function."""
         arguments = mask_arguments(workload)
-        plain = not arguments.needs_array and arguments.window is None and arguments.kv_lengths is None
-        if self.backend != "mosaic" or not plain:
+        if self.backend != "mosaic" or not arguments.at_most_causal:
             return None, None
         mosaic: Any = import_beside_torch("tokamax._src.ops.attention.pallas_mosaic_gpu")
         kernel = mosaic.PallasMosaicGpuFlashAttention()
@@ -116,32 +127,6 @@ class Tokamax(Implementation):
             return out, top + jnp.log(total)
 
         return forward, None
-
-
-def _exponentials_in_float16(workload: Workload) -> str | None:
-    """Refuse float16 with a large soft cap: up to 60, mosaic does not subtract a row's maximum before the
-    exponential."""
-    if workload.dtype == "float16" and workload.softcap is not None and workload.softcap > LARGEST_FLOAT16_LOGIT:
-        return "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
-    return None
-
-
-def _aligned_mask_rows(workload: Workload) -> str | None:
-    if workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array:
-        return f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
-    return None
-
-
-def _no_backward_with_array(workload: Workload) -> str | None:
-    if workload.needs_gradients and mask_arguments(workload).needs_array:
-        return "has no backward pass with a mask array"
-    return None
-
-
-def _softcap_before_bias(workload: Workload) -> str | None:
-    if workload.softcap is not None and workload.visible_mask.weighted:
-        return "caps the logits after adding the mask's weights"
-    return None
 
 
 EVERY_DTYPE = ("float64", "float32", *SIXTEEN_BITS)

@@ -1,4 +1,5 @@
-"""Forward and backward passes apart in JAX: operator by operator, cuDNN's, and their differentiable composition.
+"""Forward and backward passes apart in JAX: operator by operator, cuDNN's, their differentiable composition, and
+passes of a mask with common keys.
 
 A backward pass takes `out` and `lse` of the whole, so that the gradients of blocks add up to the gradients of the
 whole. Unlike in `jax.nn.dot_product_attention`, the LSE is float32 (or float64) and takes part in the backward pass.
@@ -10,13 +11,18 @@ pass. Both come from JAX's private module, and only if its backward rule has the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from msgspec.structs import replace
+
+from attnbench import masks
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax.plain import grouped_heads, in_usual_promotion, visible
-from attnbench.impls.jax._masks import mask_arguments
-from attnbench.spec import Array, Call, Partial, Workload
+from attnbench.impls.jax._libraries import mask_arguments
+from attnbench.masks.cuts import MaskPiece
+from attnbench.spec import Array, Call, Implementation, Partial, Workload
 
 
 class Rule(NamedTuple):
@@ -41,7 +47,7 @@ def merge_parts(out: Array, lse: Array, part: Array, part_lse: Array) -> tuple[A
 
     both = jnp.logaddexp(lse, part_lse)
     base = jnp.where(both == -jnp.inf, 0.0, both)
-    kept, added = (jnp.exp(one - base).transpose(0, 2, 1)[..., None] for one in (lse, part_lse))
+    kept, added = (jnp.exp(x - base).transpose(0, 2, 1)[..., None] for x in (lse, part_lse))
     return out * kept + part * added, both
 
 
@@ -144,7 +150,7 @@ def plain_passes(workload: Workload) -> Partial | None:
 def cudnn_passes(workload: Workload) -> Partial | None:
     """Return cuDNN's kernels for full and top-left causal masks; None for other masks, or if JAX has changed."""
     arguments = mask_arguments(workload)
-    if arguments.needs_array or arguments.window is not None or arguments.kv_lengths is not None:
+    if not arguments.at_most_causal:
         return None
     return _cudnn_kernels(workload.softmax_scale, "CAUSAL" if arguments.is_causal else "NO_MASK")
 
@@ -164,10 +170,9 @@ def _cudnn_kernels(scale: float, mask: str) -> Partial | None:
 
     def forward(q: Array, k: Array, v: Array, *lengths: Array) -> tuple[Array, Array]:
         words = dict(zip(("q_seqlen", "kv_seqlen"), _both_lengths(q, *lengths))) if lengths else {}
-        found: Any = fused.dot_product_attention(
+        return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
             q, k, v, scale=scale, mask_type=mask_type, return_residual=True, **words
         )
-        return found
 
     def backward(
         q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *lengths: Array
@@ -233,7 +238,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @run.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         raise Unsupported(
-            "a backward pass that is called alone has no second derivative: take jax.einsum or jax.xla for those."
+            "a backward pass that is called alone has no second derivative: ask for jax.einsum or jax.xla."
         )
 
     return run
@@ -247,8 +252,12 @@ def _through_lse(
     import jax.numpy as jnp
 
     half = out.dtype == jnp.float16
-    excess = _beyond_float16(dlse) if half else None
-    rows = (dlse / excess if half else dlse).transpose(0, 2, 1)
+    excess = 1.0
+    if half:  # the factor by which the largest value exceeds FLOAT16_SAFE, at least 1
+        finite = jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)
+        excess = jnp.maximum(jnp.max(finite) / FLOAT16_SAFE, 1.0)
+        dlse = dlse / excess
+    rows = dlse.transpose(0, 2, 1)
     lead = rows.astype(out.dtype)
     rest = (rows - lead.astype(rows.dtype)).astype(out.dtype)
     carrier = jnp.zeros_like(out).at[..., 0].set(-lead)
@@ -261,8 +270,109 @@ def _through_lse(
     return dq, dk
 
 
-def _beyond_float16(dlse: Array) -> Array:
-    """Return by which factor the largest value exceeds FLOAT16_SAFE, at least 1."""
+def by_turns(call: Callable[..., Any], sequences: int) -> Callable[..., Any]:
+    """Return `call` on `sequences` of the batch at a time, one turn after another; 0: on all at once."""
+
+    def turns(*arrays: Array) -> Any:
+        import jax
+
+        stacked = [x.reshape(-1, sequences, *x.shape[1:]) for x in arrays]
+        results = jax.lax.map(lambda turn: call(*turn), stacked)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+    return turns if sequences else call
+
+
+MOST_PAIRS = 128 * 128
+"""Largest number of pairs of a head beside the call, because their scores are stored."""
+
+
+class Corner(NamedTuple):
+    """Pairs beside the common keys: queries from `rows` on over keys from `keys` on."""
+
+    rows: int
+    keys: int
+    seen: Any
+    """Booleans [..., queries, keys] of the corner; an array of JAX if padding is known only inside jit."""
+
+    @property
+    def last(self) -> int:
+        """End of the corner's keys."""
+        return self.keys + self.seen.shape[-1]
+
+
+def corner_of(cut: Sequence[MaskPiece]) -> Corner | None:
+    """Return the pairs beside the common keys; None if there are none, too many, or no keys that every query sees."""
+    if len(cut) < 2 or any(piece.first or piece.mask.kinds != ("full",) for piece in cut):
+        return None
+    rows, keys, last = cut[0].stop, cut[0].last, max(piece.last for piece in cut)
+    if any(piece.last < keys for piece in cut) or (cut[-1].stop - rows) * (last - keys) > MOST_PAIRS:
+        return None
+    ends = np.concatenate([np.full(piece.stop - piece.start, piece.last) for piece in cut[1:]])
+    return Corner(rows, keys, np.arange(keys, last) < ends[:, None])
+
+
+def common_passes(
+    inner: Implementation, workload: Workload, cut: Sequence[MaskPiece], sequences: int = 0
+) -> Partial | None:
+    """Return passes [b, s, h, d] of a whole mask with common keys; None for other masks or if the kernel hides its
+    passes.
+
+    Computes `sequences` at a time (0: all) in passes that need more memory than inputs and outputs: the backward pass.
+    """
+    corner = corner_of(cut)
+    if corner is None:
+        return None
+    common = replace(workload, kv_len=corner.keys, mask=masks.full())
+    forward_all, _ = inner.passes(common, {})
+    forward_turn, backward_turn = inner.passes(replace(common, batch=sequences or workload.batch), {})
+    if forward_all is None or forward_turn is None or backward_turn is None:
+        return None
+    backward_all = by_turns(backward_turn, sequences)
+    if inner.materialises_scores:
+        forward_all = by_turns(forward_turn, sequences)
+    rule = Rule(workload.softmax_scale, workload.softcap)
+
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return forward_joined(forward_all, corner, rule, q, k, v)
+
+    def backward(*arrays: Array) -> tuple[Array, Array, Array]:
+        return backward_joined(backward_all, corner, rule, *arrays)
+
+    return forward, backward
+
+
+def forward_joined(
+    common: Callable[..., tuple[Array, Array]], corner: Corner, rule: Rule, q: Array, k: Array, v: Array
+) -> tuple[Array, Array]:
+    """Return (out, lse) of the whole; `common` computes all queries over the common keys."""
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    out, lse = common(q, k[:, keys], v[:, keys])
+    own = slice(corner.keys, last)
+    part = block_forward(q[:, first:], k[:, own], v[:, own], corner.seen, rule)
+    whole, whole_lse = merge_parts(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
+    return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
+
+
+def backward_joined(
+    common: Callable[..., tuple[Array, Array, Array]],
+    corner: Corner,
+    rule: Rule,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array]:
+    """Return (dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
     import jax.numpy as jnp
 
-    return jnp.maximum(jnp.max(jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)) / FLOAT16_SAFE, 1.0)
+    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    dq, *grads = common(q, k[:, keys], v[:, keys], out, lse, dout)
+    own, whole = slice(corner.keys, last), (out[:, first:], lse[..., first:], dout[:, first:])
+    more, *rest = block_backward(q[:, first:], k[:, own], v[:, own], whole, corner.seen, rule)
+    dq = dq.at[:, first:].set((dq[:, first:].astype(more.dtype) + more).astype(dq.dtype))
+    unseen = (jnp.zeros_like(x[:, last:]) for x in (k, v))
+    dk, dv = (jnp.concatenate([a, b.astype(a.dtype), c], 1) for a, b, c in zip(grads, rest, unseen))
+    return dq, dk, dv

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.internals import without_autocast_for
@@ -63,21 +64,15 @@ def _transformed(forward_: Function, keep: Callable[..., None], backward_: Funct
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-            return _one_by_one(Transformed.apply, info.batch_size, in_dims, inputs)
+            def problem(index: int) -> list[Any]:
+                pairs = zip(inputs, in_dims, strict=True)
+                return [x.select(axis, index) if isinstance(axis, int) else x for x, axis in pairs]
+
+            results = [Transformed.apply(*problem(index)) for index in range(info.batch_size)]
+            stacked = tuple([torch.stack(parts) for parts in zip(*results)])
+            return stacked, (0,) * len(stacked)
 
     return Transformed
-
-
-def _one_by_one(function: Function, count: int, axes: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the stacked results of a batch of problems, computed one by one."""
-
-    def one(index: int) -> Any:
-        return function(
-            *[x.select(axis, index) if isinstance(axis, int) else x for x, axis in zip(inputs, axes, strict=True)]
-        )
-
-    found = tuple([torch.stack(each) for each in zip(*[one(index) for index in range(count)])])
-    return found, (0,) * len(found)
 
 
 def once(function: Function, *arrays: Any) -> Any:
@@ -89,29 +84,21 @@ def once(function: Function, *arrays: Any) -> Any:
         return _ONCE(function, *arrays) if torch.is_grad_enabled() else function(*arrays)
 
 
-def _computed(function: Function, *arrays: Any) -> Any:
-    return function(*arrays)
-
-
-def _nothing_kept(ctx: Any, inputs: Any, outputs: Any) -> None:
-    return None
-
-
 def refuse(ctx: Any, *grads: Any) -> NoReturn:
     """Raise in place of a second derivative."""
     raise Unsupported("second derivatives are not available from this implementation: ask for torch.eager.")
 
 
-_ONCE = Operation(_computed, _nothing_kept, refuse)
+_ONCE = Operation(lambda function, *arrays: function(*arrays), lambda ctx, inputs, outputs: None, refuse)
 
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, Any]]
+Attention = Callable[[Tensor, Tensor, Tensor], tuple[Any, Any]]
 FLOAT16_SAFE = 32768.0
 """Largest gradient of an LSE that is passed to a backward pass in float16 unscaled."""
 Gradients = tuple[Any, Any, Any]
 
 
-def _forward(pair: Partial, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+def _forward(pair: Partial, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return tuple(pair[0](q, k, v))
 
 
@@ -121,34 +108,31 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     return None, None, *once(partial(_gradients, ctx.pair[1], ctx.layout), *ctx.saved_tensors, dout, dlse)
 
 
 def _gradients(
     backward: Callable[..., Any],
     layout: Layout,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
 ) -> Gradients:
-    return of_both(
-        lambda dout: backward(q, k, v, out, lse, _strided_as(out, dout)),
-        lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse),
-        dout,
-        dlse,
-    )
+    def of_out(dout: Tensor) -> Any:
+        # Kernels expect the strides of the output; autograd may pass any view.
+        strided = dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
+        return backward(q, k, v, out, lse, strided)
+
+    return of_both(of_out, lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse), dout, dlse)
 
 
 def of_both(
-    of_out: Callable[[torch.Tensor], Any],
-    of_lse: Callable[[torch.Tensor], Any],
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
+    of_out: Callable[[Tensor], Any], of_lse: Callable[[Tensor], Any], dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     """Return (dq, dk, dv) of a loss in the output, in the LSE, or in both; None if it is in neither."""
     if dout is None:
@@ -160,22 +144,17 @@ def of_both(
     return dq + more_dq, dk + more_dk, dv
 
 
-def _strided_as(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with the strides of the output, which kernels expect; autograd may pass any view."""
-    return dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
-
-
 def through_lse(
     backward: Callable[..., Any],
     layout: Layout,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor,
-    excess: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor,
+    excess: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the LSE by another backward pass, which gets `dlse / excess` if float16 needs that.
 
     That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: so values are 0, and
@@ -196,7 +175,7 @@ def through_lse(
     return dq, dk, torch.zeros_like(v)
 
 
-def beyond_float16(dlse: torch.Tensor) -> torch.Tensor:
+def beyond_float16(dlse: Tensor) -> Tensor:
     """Return by which factor the largest value exceeds FLOAT16_SAFE, at least 1.
 
     A result that overflows in spite of the factor would overflow anyway.
@@ -223,11 +202,11 @@ class _Turned:
         self.function = function
 
     @torch.no_grad()
-    def __call__(self, *arrays: torch.Tensor) -> Any:
+    def __call__(self, *arrays: Tensor) -> Any:
         return tuple([_swapped(x) for x in self.function(*[_swapped(x) for x in arrays])])
 
 
-def _swapped(x: torch.Tensor) -> torch.Tensor:
+def _swapped(x: Tensor) -> Tensor:
     """Return [b, s, h, d] as [b, h, s, d] and back; an LSE is [b, h, s] in either layout and stays."""
     return x.transpose(1, 2) if x.dim() == 4 else x
 
@@ -237,9 +216,5 @@ def turned(pair: Partial) -> Partial:
 
     Only turned functions are without autograd by themselves.
     """
-    forward, backward = pair
-    return _other_layout(forward), _other_layout(backward)
-
-
-def _other_layout(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function.function if isinstance(function, _Turned) else _Turned(function)
+    forward, backward = (f.function if isinstance(f, _Turned) else _Turned(f) for f in pair)
+    return forward, backward

@@ -1,6 +1,6 @@
 """The dense kernel that computes a part: the one named, or the first of a fixed order that takes the part.
 
-An automatic choice obeys what the user told torch (deterministic algorithms, SDPA backends switched off); an
+An automatic choice obeys the user's settings of torch (deterministic algorithms, SDPA backends switched off); an
 implementation that is asked for by name runs as named.
 """
 
@@ -40,7 +40,7 @@ def ruled_out(implementation: Implementation, workload: Workload, rules: Rules) 
     if off:
         return f"is switched off in this process (torch.backends.cuda.enable_{off[0]}_sdp)"
     asked = ("forward", "backward") if workload.needs_gradients else ("forward",)
-    if rules.deterministic and any(one in implementation.not_deterministic for one in asked):
+    if rules.deterministic and any(pass_ in implementation.not_deterministic for pass_ in asked):
         return "is not deterministic, and torch.use_deterministic_algorithms is on"
     return None
 

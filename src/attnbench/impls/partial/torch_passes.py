@@ -32,7 +32,7 @@ def dense_rows(x: Array) -> Array:
     return x if has_dense_rows(x) else x.contiguous()
 
 
-def of_dense_rows(pair: Partial) -> Partial:
+def with_dense_rows(pair: Partial) -> Partial:
     """Return the two functions of a partial form wrapped so that they get dense rows."""
     forward, backward = pair
 
@@ -107,14 +107,9 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
     both = torch.logaddexp(lse, part_lse)
     # exp(-inf - (-inf)) would be NaN; a row unseen so far has both weights 0.
     base = both.masked_fill(both == NEGATIVE_INFINITY, 0.0)
-    kept, added = (_per_row(torch.exp(one - base)) for one in (lse, part_lse))
+    kept, added = (torch.exp(x - base).transpose(1, 2).unsqueeze(-1) for x in (lse, part_lse))
     out.mul_(kept).addcmul_(part_out.to(out.dtype), added)
     lse.copy_(both)
-
-
-def _per_row(weights: torch.Tensor) -> torch.Tensor:
-    """Return weights [b, h, t] as [b, t, h, 1], to scale outputs."""
-    return weights.transpose(1, 2).unsqueeze(-1)
 
 
 def for_backward(lse: torch.Tensor) -> torch.Tensor:
@@ -130,20 +125,13 @@ def plain_partial(workload: Workload) -> Partial:
     scale, softcap = workload.softmax_scale, workload.softcap
 
     @torch.no_grad()
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         mask = masks(q.device)
         out, logits = attend(_wide(q), _wide(k), _wide(v), mask, scale, softcap)
         return out.to(q.dtype), log_sum_exp(logits, mask, logits.dtype)
 
     @torch.no_grad()
-    def backward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         mask, dtype = masks(q.device), q.dtype
         q, k, v, out, dout = (_wide(x) for x in (q, k, v, out, dout))
         logits = scores(q, k, mask, scale, softcap)

@@ -60,8 +60,8 @@ def compile_fresh(function: FunctionType) -> Callable[..., Any]:
             return compiled(*arrays)
         except FailOnRecompileLimitHit as error:
             raise Unsupported(
-                "this call got more kinds of arrays (strides, shapes, with and without gradients) than torch.compile "
-                "compiles for a call: raise torch._dynamo.config.recompile_limit, or make the arrays contiguous."
+                "this call got more combinations of strides, shapes and gradients than torch.compile compiles for one "
+                "function: raise torch._dynamo.config.recompile_limit, or make the arrays contiguous."
             ) from error
 
     return run
@@ -75,4 +75,4 @@ def needs_compiler(environment: Environment) -> str | None:
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if any(shutil.which(name) for name in wanted):
         return None
-    return f"needs a C++ compiler and found no {' or '.join(wanted)}: install one or set CXX"
+    return f"needs a C++ compiler, but found no {' or '.join(wanted)}: install one or set CXX"

@@ -78,7 +78,7 @@ class SdpaMask(NamedTuple):
 
 
 def sdpa_mask(workload: Workload, device: torch.device, zeroes_dead_rows: bool) -> SdpaMask:
-    """Return mask arguments for a device; of a large bias without the part added to whole rows (`MaskTensors.top`).
+    """Return mask arguments for a device; a large bias lacks the part that is added to whole rows (`MaskTensors.top`).
 
     A kernel that is not known to give 0 for rows without keys is shown all keys there, and its rows are cleared:
     neither output nor gradients can then be NaN.
@@ -97,7 +97,7 @@ def sdpa_mask(workload: Workload, device: torch.device, zeroes_dead_rows: bool) 
 
 
 def additive(attn_mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = float("-inf")) -> torch.Tensor | None:
-    """Return a boolean mask as a bias (0 if visible); a bias is returned as it is."""
+    """Return a boolean mask as a bias (0 if visible); a bias is returned unchanged."""
     import torch
 
     if attn_mask is None or attn_mask.dtype != torch.bool:
@@ -136,8 +136,8 @@ def _seen_blocks(workload: Workload, device: torch.device, size: int) -> tuple[t
     layout = block_layout(mask, shape, size)
     if layout is not None:
         whole_rows = np.arange(1, layout.kept.shape[2] + 1)[:, None] * size <= shape.q_len
-        found = (layout.kept, layout.whole & whole_rows)
-        return tuple(torch.from_numpy(blocks).to(device) for blocks in found)  # pyright: ignore[reportReturnType]
+        every = layout.whole & whole_rows
+        return torch.from_numpy(layout.kept).to(device), torch.from_numpy(every).to(device)
     batch, heads = shape.batch if mask.per_batch else 1, shape.heads if mask.per_head else 1
     visible = mask.predicate(shape, TorchNamespace(device))
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
@@ -228,7 +228,7 @@ def needs_visible_rows(workload: Workload) -> str | None:
     if interval is None:
         return None
     low, high = (edge.clip(0, workload.kv_len) for edge in interval)
-    return "does not define rows that see no key, and this mask has some" if (high <= low).any() else None
+    return "does not define rows that see no key, and this mask has such rows" if (high <= low).any() else None
 
 
 def natural_lse(lse: Array) -> Array:

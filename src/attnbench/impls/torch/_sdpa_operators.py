@@ -15,7 +15,12 @@ from threading import get_ident
 from typing import Any
 
 from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
-from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, for_backward, of_dense_rows, pair_at_positive_scale
+from attnbench.impls.partial.torch_passes import (
+    NEGATIVE_INFINITY,
+    for_backward,
+    pair_at_positive_scale,
+    with_dense_rows,
+)
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, route, sdpa_mask
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Partial, Workload
@@ -74,26 +79,26 @@ def _guarded(pair: Partial) -> Partial:
 
 def _pair(backend: str, workload: Workload) -> Partial | None:
     """Return the kernels' two passes; their LSE lacks the part that a large bias adds to whole rows."""
-    return pair_at_positive_scale(lambda positive: _kernels(backend, positive), workload)
+    makers = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
+    if backend not in makers:
+        return None
+
+    def make(positive: Workload) -> Partial | None:
+        pair = makers[backend](positive)
+        return None if pair is None else with_dense_rows(pair)  # last: negated queries may have other strides
+
+    return pair_at_positive_scale(make, workload)
 
 
-def _kernels(backend: str, workload: Workload) -> Partial | None:
-    if backend == "flash":
-        found = _by_device(_cpu_flash(workload), _gpu_flash(workload))
-    elif backend == "efficient":
-        found = _efficient(workload)
-    else:
-        found = _cudnn(workload) if backend == "cudnn" else None
-    return None if found is None else of_dense_rows(found)
+def _flash(workload: Workload) -> Partial:
+    cpu, gpu = _cpu_flash(workload), _gpu_flash(workload)
 
-
-def _by_device(cpu: Partial, gpu: Partial | None) -> Partial:
     def pick(index: int) -> Callable[..., Any]:
         def run(q: Array, *rest: Array) -> Any:
             pair = cpu if q.device.type in ("cpu", "meta") else gpu
             if pair is None:
                 raise NotImplementedError(
-                    "the flash operator on a GPU takes no mask but causal, and head_dim in steps of 8"
+                    "the flash operator on a GPU takes only a causal mask or none, and head_dim in steps of 8"
                 )
             return pair[index](q, *rest)
 

@@ -17,7 +17,8 @@ USERS = FLAGS[:4]
 
 
 class _Turn:
-    """The flag that is pinned now, the threads inside, and how to undo the changes of the first of them."""
+    """The flag that is pinned now, the threads inside, and how to undo the changes that the first of these threads
+    made."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -36,7 +37,7 @@ class _Turn:
 
 
 class _Held(local):
-    """The pins of a thread, the outermost first; only the last is in force."""
+    """The pins of a thread, the outermost first; only the last is active."""
 
     def __init__(self) -> None:
         self.pins: list[Pinned] = []

@@ -23,7 +23,7 @@ from typing import Any
 from attnbench.errors import Unsupported
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_passes import dense_rows, of_dense_rows
+from attnbench.impls.partial.torch_passes import dense_rows, with_dense_rows
 from attnbench.impls.torch._masks import (
     bounds,
     is_causal,
@@ -233,7 +233,7 @@ class FlashAttention2(Flash):
             private(dout, q, k, v, out, lse, *grads, **options, **fixed)
             return grads
 
-        return of_dense_rows((self._forward(workload, config), backward))
+        return with_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention3(Flash):
@@ -250,7 +250,7 @@ class FlashAttention3(Flash):
             conditions.needs_device(environment, "cuda"),
             None if fa3_module() else fa3_missing(),
             conditions.needs_capability(environment, (9, 0)),
-            "is built for Hopper (compute capability 9.x) alone: use torch.fa4" if newer else None,
+            "is built for Hopper (compute capability 9.x) only: use torch.fa4" if newer else None,
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -311,7 +311,7 @@ class FlashAttention3(Flash):
             private(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], **options)
             return grads
 
-        return of_dense_rows((self._forward(workload, config), backward))
+        return with_dense_rows((self._forward(workload, config), backward))
 
 
 class FlashAttention4(Flash):
@@ -362,7 +362,7 @@ class FlashAttention4(Flash):
             dq, dk, dv = backward(q, k, v, out, dout, lse, **options)[:3]
             return dq, dk, dv
 
-        return of_dense_rows((with_lse, gradients))
+        return with_dense_rows((with_lse, gradients))
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:

@@ -1,14 +1,15 @@
 """FlashInfer's batch prefill over ragged keys and values, planned once per device, forward only.
 
-Arrays go in as [batch x tokens, heads, dim] (its NHD), a view of bshd. Its traps: the plan takes the inputs for float16
-unless told; the LSE is to base 2, laid out [tokens, heads]; a row that sees no key gets a finite LSE or NaN by version;
-a window has a left side only, the right one being causal.
+Arrays go in as [batch x tokens, heads, dim] (its NHD), a view of bshd. Its traps: the plan assumes float16 inputs
+unless dtypes are given; the LSE is to base 2, laid out [tokens, heads]; a row that sees no key gets a finite LSE or NaN
+by version; a window has a left side only, the right one being causal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -77,37 +78,31 @@ def _planner(workload: Workload) -> Callable[[Any], Any]:
     """Return a function from a device to a planned wrapper, which is made at the first arrays on the device and
     kept."""
     wrapper_class = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
-    planned: dict[Any, Any] = {}
 
-    def wrapper_for(device: Any) -> Any:
-        if device not in planned:
-            planned[device] = _plan(wrapper_class, workload, device)
-        return planned[device]
+    @cache
+    def planned(device: Any) -> Any:
+        import torch
 
-    return wrapper_for
+        left, right = bounds(workload)
+        rows = torch.arange(workload.batch + 1, dtype=torch.int32, device=device)
+        wrapper = wrapper_class(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
+        wrapper.plan(
+            rows * workload.q_len,
+            rows * workload.kv_len,
+            workload.heads,
+            workload.kv_heads,
+            workload.head_dim,
+            head_dim_vo=workload.value_dim,
+            causal=right == 0,
+            window_left=-1 if left is None else left,
+            logits_soft_cap=workload.softcap,
+            sm_scale=workload.softmax_scale,
+            q_data_type=getattr(torch, workload.dtype),
+            kv_data_type=getattr(torch, workload.dtype),
+        )
+        return wrapper
 
-
-def _plan(wrapper_class: Any, workload: Workload, device: Any) -> Any:
-    import torch
-
-    left, right = bounds(workload)
-    rows = torch.arange(workload.batch + 1, dtype=torch.int32, device=device)
-    wrapper = wrapper_class(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
-    wrapper.plan(
-        rows * workload.q_len,
-        rows * workload.kv_len,
-        workload.heads,
-        workload.kv_heads,
-        workload.head_dim,
-        head_dim_vo=workload.value_dim,
-        causal=right == 0,
-        window_left=-1 if left is None else left,
-        logits_soft_cap=workload.softcap,
-        sm_scale=workload.softmax_scale,
-        q_data_type=getattr(torch, workload.dtype),
-        kv_data_type=getattr(torch, workload.dtype),
-    )
-    return wrapper
+    return planned
 
 
 FLASHINFER = Flashinfer()

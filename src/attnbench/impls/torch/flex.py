@@ -1,7 +1,7 @@
 """FlexAttention, always compiled.
 
 Uncompiled it ignores the block table and is tens of times slower, and past Dynamo's recompile limit it would silently
-run so; see _compile.py. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
+run uncompiled; see _compile.py. Layout is bhsd. On a CPU there is no backward, no LSE and no float64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hugging Face Transformers' own attention functions, called as a Llama layer calls them.
 
-They take bhsd and return bshd. A mask that is not handed over is silently lost there, so it always is. The eager one
+They take bhsd and return bshd. A mask that is not passed is silently lost there, so it is always passed. The eager one
 hides pairs by the smallest finite number: a row that sees no key becomes the mean of V, so such masks are refused.
 """
 
@@ -66,14 +66,13 @@ class HfSdpa(_Transformers):
     name = "torch.hf-sdpa"
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        on_cpu = environment.device == "cpu"
-        rounded = None
-        if workload.visible_mask.weighted and not on_cpu:
-            rounded = needs_dtype(workload, "float32", "float64")
-        dead = (
-            "is not known to give 0 for rows that see no key" if not on_cpu and may_have_dead_rows(workload) else None
+        if environment.device == "cpu":
+            return needs_no_softcap(workload)
+        return first_reason(
+            needs_no_softcap(workload),
+            needs_dtype(workload, "float32", "float64") if workload.visible_mask.weighted else None,
+            "is not known to give 0 for rows that see no key" if may_have_dead_rows(workload) else None,
         )
-        return first_reason(needs_no_softcap(workload), rounded, dead)
 
     def build(self, workload: Workload, config: Config) -> Call:
         return call_at_positive_scale(self._call, workload)

@@ -22,7 +22,7 @@ class Sage(Implementation):
     layout = "bshd"
     process = "sageattention"
     approximate = True
-    # Chosen, not published: int8 logits with one scale a block give errors of a few percent in this norm.
+    # Chosen here, not published: int8 logits with one scale per block give errors of a few percent in this norm.
     declared_error = 0.05
 
     def available(self, environment: Environment) -> str | None:
@@ -34,7 +34,7 @@ class Sage(Implementation):
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         rectangular = workload.visible_mask.kinds == ("causal",) and workload.q_len != workload.kv_len
-        dims = "takes head_dim 64, 96 or 128" if workload.head_dim not in (64, 96, 128) else None
+        fits = workload.head_dim in (64, 96, 128)
         return first_reason(
             conditions.needs_forward(workload),
             conditions.needs_dtype(workload, "float16", "bfloat16"),
@@ -43,7 +43,7 @@ class Sage(Implementation):
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
             conditions.needs_equal_dims(workload),
-            f"{dims}, not {workload.head_dim}" if dims else None,
+            None if fits else f"takes head_dim 64, 96 or 128, not {workload.head_dim}",
         )
 
     def build(self, workload: Workload, config: Config) -> Call:

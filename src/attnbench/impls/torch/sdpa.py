@@ -1,20 +1,18 @@
 """torch.nn.functional.scaled_dot_product_attention: torch's own pick, and pinned to one backend.
 
-Layout is bhsd. `is_causal` is aligned top-left, so a rectangular bottom-right mask goes as an array, or, where the
-flash kernel of a GPU is asked for, as torch's lower-right bias. A pinned backend that cannot run raises; it never falls
-back.
+Layout is bhsd. `is_causal` is aligned top-left, so a rectangular bottom-right mask goes as an array, or, if the flash
+kernel of a GPU is asked for, as torch's lower-right bias. A pinned backend that cannot run raises; it never falls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls import conditions
-from attnbench.impls._splitting import Split
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
 from attnbench.impls.torch import _sdpa_operators
@@ -24,28 +22,56 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 MATH_OPERATOR = r"_scaled_dot_product_attention_math"
-OPERATORS: dict[Backend, tuple[str, ...]] = {
-    "auto": (),
-    "math": (MATH_OPERATOR, r"(?i)softmax\w*backward"),
-    "flash": (r"_scaled_dot_product_flash_attention", r"_scaled_dot_product_fused_attention_overrideable"),
-    "efficient": (r"_scaled_dot_product_efficient_attention",),
-    "cudnn": (r"_scaled_dot_product_cudnn_attention",),
-}
-ENUM_NAMES = {
-    "math": "MATH",
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-}
-FLAG_NAMES = {"math": "math", "flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn"}
-SINCE: dict[Backend, tuple[int, int]] = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
-"""Least compute capability for which torch 2.11 to 2.13 has kernels of a backend."""
-DESCRIPTIONS: dict[Backend, str] = {
-    "auto": "PyTorch's scaled_dot_product_attention with the backend that torch itself picks.",
-    "math": "PyTorch's scaled_dot_product_attention pinned to plain operators; stores all scores.",
-    "flash": "PyTorch's scaled_dot_product_attention pinned to torch's flash kernel (FlashAttention 2 on a GPU).",
-    "efficient": "PyTorch's scaled_dot_product_attention pinned to its memory-efficient CUTLASS kernels.",
-    "cudnn": "PyTorch's scaled_dot_product_attention pinned to cuDNN.",
+
+
+class BackendFacts(NamedTuple):
+    """Facts about a backend of scaled_dot_product_attention."""
+
+    description: str
+    operators: tuple[str, ...] = ()
+    """Patterns of its operators in a profile."""
+    enum: str = ""
+    """Name in `torch.nn.attention.SDPBackend`."""
+    flag: str = ""
+    """Name in `torch.backends.cuda.enable_*_sdp`."""
+    devices: tuple[str, ...] = ()
+    """Kinds of device that it runs on; empty for all."""
+    since: tuple[int, int] = (0, 0)
+    """Least compute capability for which torch 2.11 to 2.13 has kernels."""
+
+
+BACKENDS: dict[Backend, BackendFacts] = {
+    "auto": BackendFacts("PyTorch's scaled_dot_product_attention with the backend that torch itself picks."),
+    "math": BackendFacts(
+        "PyTorch's scaled_dot_product_attention pinned to plain operators; stores all scores.",
+        (MATH_OPERATOR, r"(?i)softmax\w*backward"),
+        enum="MATH",
+        flag="math",
+    ),
+    "flash": BackendFacts(
+        "PyTorch's scaled_dot_product_attention pinned to torch's flash kernel (FlashAttention 2 on a GPU).",
+        (r"_scaled_dot_product_flash_attention", r"_scaled_dot_product_fused_attention_overrideable"),
+        enum="FLASH_ATTENTION",
+        flag="flash",
+        devices=("cpu", "cuda", "rocm", "xpu"),
+        since=(8, 0),
+    ),
+    "efficient": BackendFacts(
+        "PyTorch's scaled_dot_product_attention pinned to its memory-efficient CUTLASS kernels.",
+        (r"_scaled_dot_product_efficient_attention",),
+        enum="EFFICIENT_ATTENTION",
+        flag="mem_efficient",
+        devices=("cuda", "rocm", "xpu"),
+        since=(5, 0),
+    ),
+    "cudnn": BackendFacts(
+        "PyTorch's scaled_dot_product_attention pinned to cuDNN.",
+        (r"_scaled_dot_product_cudnn_attention",),
+        enum="CUDNN_ATTENTION",
+        flag="cudnn",
+        devices=("cuda",),
+        since=(8, 0),
+    ),
 }
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
@@ -64,19 +90,18 @@ class Sdpa(Implementation):
     def __init__(self, backend: Backend) -> None:
         self.backend: Backend = backend
         self.name = "torch.sdpa" if backend == "auto" else f"torch.sdpa-{backend}"
-        self.description = DESCRIPTIONS[backend]
+        self.description, self.expects = BACKENDS[backend].description, BACKENDS[backend].operators
         self.materialises_scores = backend == "math"
-        self.expects = OPERATORS[backend]
         self.forbids = () if backend in ("auto", "math") else (MATH_OPERATOR,)
-        self.switches = () if backend == "auto" else (FLAG_NAMES[backend],)
+        self.switches = () if backend == "auto" else (BACKENDS[backend].flag,)
         self.not_deterministic = ("forward", "backward") if backend == "cudnn" else ()
 
     def available(self, environment: Environment) -> str | None:
-        kinds = {"efficient": ("cuda", "rocm", "xpu"), "cudnn": ("cuda",), "flash": ("cpu", "cuda", "rocm", "xpu")}
-        if self.backend not in kinds:
+        facts = BACKENDS[self.backend]
+        if not facts.devices:
             return None
-        return conditions.needs_device(environment, *kinds[self.backend]) or conditions.needs_at_least(
-            environment, SINCE[self.backend]
+        return first_reason(
+            conditions.needs_device(environment, *facts.devices), conditions.needs_at_least(environment, facts.since)
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -98,11 +123,11 @@ class Sdpa(Implementation):
         import torch
         from torch.compiler import is_dynamo_compiling
 
-        # The function under torch.nn.functional's name, which `redirect_sdpa` replaces: this one is never another.
-        torchs_own = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+        # Torch's own function; `redirect_sdpa` replaces only the name in torch.nn.functional.
+        native = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
         masks = once_per_device(lambda device: self._mask(workload, device))
         (pinned, followed), scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
-        # Dynamo does not follow torch's lower-right bias; the operator under it aligns so by itself.
+        # Dynamo does not follow torch's lower-right bias; the operator below it aligns masks bottom-right by itself.
         biased = self.backend == "flash" and route(workload) == "lower-right"
         operator = _sdpa_operators.operator("flash", workload) if biased else None
 
@@ -114,9 +139,9 @@ class Sdpa(Implementation):
                     return operator(q, k, v)[0]
                 pin = followed()
             mask = masks(q.device)
-            # The bias looks for the name as it is now; a redirection leaves alone what an implementation calls.
+            # The bias compares with the function under that name; a redirection passes on the calls of implementations.
             on_bias = biased and q.device.type != "cpu"
-            attend = torch.nn.functional.scaled_dot_product_attention if on_bias else torchs_own
+            attend = torch.nn.functional.scaled_dot_product_attention if on_bias else native
             try:
                 with pin:
                     out = attend(q, k, v, mask.attn_mask, 0.0, mask.is_causal, scale=scale, enable_gqa=grouped)
@@ -153,8 +178,9 @@ class Sdpa(Implementation):
             return nullcontext(), nullcontext
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend = getattr(SDPBackend, ENUM_NAMES[self.backend])
-        return Pinned(FLAG_NAMES[self.backend]), lambda: sdpa_kernel(backend)
+        facts = BACKENDS[self.backend]
+        backend = getattr(SDPBackend, facts.enum)
+        return Pinned(facts.flag), lambda: sdpa_kernel(backend)
 
 
 def _exact_bias(workload: Workload) -> str | None:
@@ -168,7 +194,7 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
     way, square = route(workload), workload.q_len == workload.kv_len
     mask = None
     if way in ("array", "bias"):
-        mask = "takes no mask but causal on a GPU"
+        mask = "takes only a causal mask or none on a GPU"
     elif way == "causal" and not square:
         mask = "aligns a rectangular causal mask bottom-right, not top-left"
     elif may_have_dead_rows(workload):
@@ -183,23 +209,20 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
 
 
 def _efficient(workload: Workload, environment: Environment) -> str | None:
-    grouped = "has no grouped heads" if workload.group > 1 else None
-    step = 8 if workload.dtype in HALF else 4
     return first_reason(
         conditions.needs_dtype(workload, "float32", *HALF),
         conditions.needs_bfloat16(workload, environment),
-        grouped,
-        conditions.needs_head_dim(workload, 65536, step),
+        "has no grouped heads" if workload.group > 1 else None,
+        conditions.needs_head_dim(workload, 65536, 8 if workload.dtype in HALF else 4),
         _exact_bias(workload),
     )
 
 
 def _cudnn(workload: Workload, environment: Environment) -> str | None:
-    one_key = "takes 2 or more keys" if workload.kv_len == 1 else None
     return first_reason(
         conditions.needs_dtype(workload, *HALF),
         conditions.needs_cudnn_head_dim(workload, environment),
-        one_key,
+        "takes 2 or more keys" if workload.kv_len == 1 else None,
         _exact_bias(workload),
     )
 
@@ -209,33 +232,3 @@ MATH = Sdpa("math")
 FLASH = Sdpa("flash")
 EFFICIENT = Sdpa("efficient")
 CUDNN = Sdpa("cudnn")
-
-
-class TorchSplit(Split):
-    """A mask split into calls of a backend of scaled_dot_product_attention without a mask array.
-
-    block_causal and documents masks become calls without a mask. The causal part of a prefix mask is torch's
-    lower-right bias, which only the flash kernel of a GPU takes without an array; on a CPU, and with cuDNN, such a
-    piece is refused.
-    """
-
-    def __init__(self, inner: Sdpa, never_on: tuple[str, ...] = ()) -> None:
-        super().__init__(inner)
-        self.description = f"Masks of a few blocks as calls of {inner.name} without a mask array."
-        self.untested = (*never_on, *inner.untested)
-        self._lower_right = inner.backend == "flash"
-
-    def needs_array(self, part: Workload, environment: Environment) -> bool:
-        way = route(part)
-        if way == "lower-right":
-            return not self._lower_right or environment.device == "cpu"
-        return way not in ("none", "causal")
-
-    def join(self, parts: Sequence[Array], axis: int) -> Array:
-        import torch
-
-        return torch.cat(list(parts), dim=axis)
-
-
-FLASH_SPLIT = TorchSplit(FLASH, never_on=("cuda",))
-CUDNN_SPLIT = TorchSplit(CUDNN)

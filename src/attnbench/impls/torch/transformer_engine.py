@@ -1,8 +1,8 @@
 """Transformer Engine's DotProductAttention: cuDNN's fused attention or flash-attention, whichever it picks.
 
 A module, not a function, whose defaults are another problem's: layout sbhd, a causal mask, and an output with the heads
-flattened into the last axis. Where no fused kernel fits it would fall back to plain matrix products without a word, so
-that fall-back is switched off for the process, and the kernels that ran are checked.
+flattened into the last axis. If no fused kernel fits, it would silently fall back to plain matrix products, so that
+fall-back is switched off for the process, and the kernels that ran are checked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TransformerEngine(Implementation):
         )
 
     def build(self, workload: Workload, config: Config) -> Call:
-        # Read at every call; a user's own setting stands, and `forbids` then catches what it lets through.
+        # Read at every call. A user's own setting is kept; `forbids` then finds the plain products that it allows.
         os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
         mask_type, window = _mask(workload)
         module: Any = import_module("transformer_engine.pytorch").DotProductAttention(

@@ -1,8 +1,9 @@
 """`xformers.ops.memory_efficient_attention`: xFormers' own choice among FA2, cutlass and (if built) FA3 kernels.
 
 Layout bshd. Heads are not broadcast: grouped heads go in as five axes with K and V expanded, forward only. The causal
-class without "FromBottomRight" is aligned top-left. The LSE may be padded beyond q_len. Importing it dies when
-`flash_attn` is there without FA2 (FA4 installs such a package), hence the own process and the probe.
+class without "FromBottomRight" is aligned top-left. The LSE may be padded beyond q_len. Importing it fails if
+`flash_attn` is installed without FA2 (FA4 installs such a package): so it runs in a process of its own, and `available`
+looks for that case.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_passes import of_dense_rows
+from attnbench.impls.partial.torch_passes import with_dense_rows
 from attnbench.impls.torch._masks import (
     bounds,
     is_causal,
@@ -38,10 +39,12 @@ class Xformers(Implementation):
     untested = ("cuda", "rocm")
 
     def available(self, environment: Environment) -> str | None:
+        # xFormers takes any `flash_attn` for FA2 and imports its interface at once.
+        only_fa4 = find_module("flash_attn") and not find_module("flash_attn.flash_attn_interface")
         return first_reason(
             conditions.needs_device(environment, "cuda", "rocm"),
             conditions.needs_package("xformers.ops", "pip install xformers"),
-            _poisoned(),
+            "cannot be imported beside FA4's flash_attn package: uninstall flash-attn-4" if only_fa4 else None,
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -85,24 +88,21 @@ class Xformers(Implementation):
         def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
             return private(dout, out, lse, q, k, v, bias, 0.0, scale)
 
-        return of_dense_rows((torch.no_grad()(forward), torch.no_grad()(backward)))
+        return with_dense_rows((torch.no_grad()(forward), torch.no_grad()(backward)))
 
     def _call(self, workload: Workload, function_name: str, unpack: Any) -> Call:
         function = getattr(import_module("xformers.ops"), function_name)
         bias, scale = _bias(workload), workload.softmax_scale
         shape = workload.batch, workload.q_len, workload.heads, workload.value_dim
+        heads = workload.kv_heads, workload.group
 
         def call(q: Array, k: Array, v: Array) -> Any:
-            return unpack(function(*_grouped(workload, q, k, v), attn_bias=bias, scale=scale), shape)
+            if workload.group > 1:  # [b, s, kv_heads, group, d], with K and V expanded, not copied
+                k, v = (array.unsqueeze(3).expand(-1, -1, -1, workload.group, -1) for array in (k, v))
+                q = q.unflatten(2, heads)
+            return unpack(function(q, k, v, attn_bias=bias, scale=scale), shape)
 
         return call
-
-
-def _poisoned() -> str | None:
-    """Refuse a `flash_attn` that is not FA2: xFormers takes any for FA2 and imports its interface at once."""
-    if find_module("flash_attn") is None or find_module("flash_attn.flash_attn_interface") is not None:
-        return None
-    return "cannot be imported beside FA4's flash_attn package: take flash-attn-4 off the path"
 
 
 def _bias(workload: Workload) -> Any:
@@ -116,15 +116,6 @@ def _bias(workload: Workload) -> Any:
     far = workload.q_len + workload.kv_len
     left, right = (far if side is None else side for side in (left, right))
     return classes.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
-
-
-def _grouped(workload: Workload, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return [b, s, kv_heads, group, d] with K and V expanded (not copied) if heads are grouped."""
-    if workload.group == 1:
-        return q, k, v
-    heads = workload.kv_heads, workload.group
-    k, v = (array.unsqueeze(3).expand(-1, -1, -1, workload.group, -1) for array in (k, v))
-    return q.unflatten(2, heads), k, v
 
 
 XFORMERS = Xformers()

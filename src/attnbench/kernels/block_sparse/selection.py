@@ -1,8 +1,8 @@
 """Selection of blocks by content: the attention mass of each block, estimated from pooled Q and K. Imports torch.
 
 Tokens are averaged in runs of `pool` and the products taken between runs, so an estimate costs 1 / pool^2 of QK^T. Only
-blocks that every row of a block row sees are chosen among; blocks that the mask cuts (a causal diagonal) are always
-kept, so that a key never decides about rows that do not see it. The queries of a block row decide together: a later
+blocks that every row of a block row sees can be dropped; blocks that the mask cuts (a causal diagonal) are always
+kept, so that a key never influences rows that do not see it. The queries of a block row decide together: a later
 query of the same block influences which blocks an earlier query sees.
 
 `BlockGate` is a small gate that learns where attention goes: linear maps of pooled Q and K, trained against true
@@ -39,7 +39,7 @@ Select = Callable[[torch.Tensor, torch.Tensor], tuple[BlockTables, float]]
 """Function of (q, k) in layout bhsd that returns the blocks to keep and their achieved sparsity."""
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """Blocks [b or 1, 1, q blocks, kv blocks] of a mask, those to choose among and those that are always kept."""
 
     tables: BlockTables
@@ -60,14 +60,17 @@ class Choice(NamedTuple):
         return 1 - float(kept.sum() / seen)
 
 
-def choice(mask: Mask, shape: MaskShape, block_size: int, device: torch.device) -> Choice:
+def choice(mask: Mask, shape: MaskShape, block_size: int, device: torch.device) -> BlockChoice:
     """Return the blocks that a mask leaves to choose; raise UsageError unless each row sees one run of keys."""
     counts = [-(-length // block_size) for length in (shape.q_len, shape.kv_len)]
     layout = block_layout(mask & blocks(torch.ones(counts, dtype=torch.bool), block_size), shape)
     if layout is None:
-        raise UsageError(f"blocks can be chosen under masks of one run of keys a row, not under {mask.id}.")
+        raise UsageError(
+            "blocks can only be chosen under a mask in which every row sees one contiguous range of keys; "
+            f"{mask.id} is not such a mask."
+        )
     tables = tables_of(layout, shape, device)
-    return Choice(tables, tables.whole, tables.kept & ~tables.whole)
+    return BlockChoice(tables, tables.whole, tables.kept & ~tables.whole)
 
 
 def pooled(x: torch.Tensor, pool: int) -> torch.Tensor:
@@ -90,7 +93,7 @@ def block_mass(
     """
     per_block, rest = divmod(block_size, pool)
     if rest:
-        raise UsageError(f"pool must divide the block size, and {pool} does not divide {block_size}.")
+        raise UsageError(f"pool must divide the block size; {pool} does not divide {block_size}.")
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     rows, columns = free.shape[2:]
     step = max(1, CHUNK_PRODUCTS // (q.shape[0] * q.shape[1] * k.shape[2] * per_block))
@@ -119,7 +122,7 @@ def by_threshold(mass: torch.Tensor, threshold: float) -> torch.Tensor:
     return (before(mass) < threshold) & (mass > 0)
 
 
-def within_budget(mass: torch.Tensor, choice: Choice, threshold: float, least: float, most: float) -> torch.Tensor:
+def within_budget(mass: torch.Tensor, choice: BlockChoice, threshold: float, least: float, most: float) -> torch.Tensor:
     """Choose by threshold, but drop at least `least` and at most `most` of a row's blocks, and keep one at least.
 
     If no number of blocks lies between the two, `least` holds.
@@ -134,7 +137,7 @@ def within_budget(mass: torch.Tensor, choice: Choice, threshold: float, least: f
     return rank < torch.minimum(torch.maximum(counts, low), high)
 
 
-def calibrated(mass: torch.Tensor, choice: Choice, sparsity: float) -> float:
+def calibrated(mass: torch.Tensor, choice: BlockChoice, sparsity: float) -> float:
     """Return the threshold whose mean sparsity over these rows is nearest to the requested sparsity."""
     shape = mass.shape
     free, forced = (part.expand(shape) for part in (choice.free, choice.forced))
@@ -165,11 +168,11 @@ class BlockGate(torch.nn.Module):
         self.pool, self.scale = pool, head_dim**-0.5 if scale is None else scale
         self.query, self.key = (torch.nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1)) for _ in range(2))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, choice: BlockChoice) -> torch.Tensor:
         """Estimate the mass of each block [b, h, q blocks, kv blocks], as `block_mass` does."""
         heads, dim = self.query.shape[:2]
         if q.shape[1] != heads or q.shape[3] != dim:
-            raise UsageError(f"this gate is for {heads} heads of {dim}, not for {q.shape[1]} of {q.shape[3]}.")
+            raise UsageError(f"this gate is for {heads} heads of {dim}, but q has {q.shape[1]} heads of {q.shape[3]}.")
         k = pooled(k, self.pool).repeat_interleave(heads // k.shape[1], 1)
         own, keys = (
             torch.einsum("bhtd,hde->bhte", x, weight)
@@ -183,7 +186,7 @@ class BlockGate(torch.nn.Module):
         return f"heads={heads}, head_dim={dim}, pool={self.pool}, scale={self.scale:g}"
 
 
-def true_mass(q: torch.Tensor, k: torch.Tensor, choice: Choice, scale: float) -> torch.Tensor:
+def true_mass(q: torch.Tensor, k: torch.Tensor, choice: BlockChoice, scale: float) -> torch.Tensor:
     """Compute a block row's mean attention to each block [b, h, q blocks, kv blocks], from all of QK^T."""
     size, (low, high) = choice.tables.block_size, (choice.tables.low, choice.tables.high)
     rows, columns = choice.free.shape[2:]
@@ -231,7 +234,7 @@ def train_gate(
 
 
 def estimate(
-    q: torch.Tensor, k: torch.Tensor, chosen: Choice, scale: float, pool: int = POOL, gate: BlockGate | None = None
+    q: torch.Tensor, k: torch.Tensor, chosen: BlockChoice, scale: float, pool: int = POOL, gate: BlockGate | None = None
 ) -> torch.Tensor:
     """Estimate the mass of each free block, by the gate if there is one; no gradient flows through a choice."""
     with torch.no_grad():

@@ -19,7 +19,7 @@ WIDEST = 256
 _FORM = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(-late)?")
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """Query rows by keys, warps, and stages of the software pipeline: `128x64w4s2`.
 
     `-late` takes the forward's product with V during the next step's softmax.
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     stages: int
     late: bool = False
 
-    def fitted(self, block_size: int) -> Tile:
+    def fitted(self, block_size: int) -> TileShape:
         """Cut the sides down so that they divide the block."""
         widest = largest_tile(block_size)
         return self._replace(rows=min(self.rows, widest), keys=min(self.keys, widest))
@@ -42,23 +42,23 @@ def largest_tile(block_size: int) -> int:
     return block_size & -block_size
 
 
-def read_tile(text: str) -> Tile:
+def read_tile(text: str) -> TileShape:
     """Read a tile from text such as `128x64w4s2`; raise UsageError for other forms."""
-    found = _FORM.fullmatch(text)
-    numbers = [int(number) for number in found.groups()[:4]] if found else [0, 0, 0, 0]
+    match = _FORM.fullmatch(text)
+    numbers = [int(number) for number in match.groups()[:4]] if match else [0, 0, 0, 0]
     if any(side < SMALLEST or side & (side - 1) for side in numbers[:2]) or not all(numbers[2:]):
         raise UsageError(
-            f'tile "{text}" is not of the form ROWSxKEYSwWARPSsSTAGES[-late] with sides that are powers of two '
-            f"from {SMALLEST}."
+            f'tile "{text}" is not of the form ROWSxKEYSwWARPSsSTAGES[-late], such as 128x64w4s2; ROWS and KEYS are '
+            f"powers of two, at least {SMALLEST}."
         )
-    return Tile(*numbers, late=found is not None and found[5] is not None)
+    return TileShape(*numbers, late=match is not None and match[5] is not None)
 
 
 def beyond_the_kernels(workload: Workload, block_size: int) -> str | None:
     """Return why the kernels cannot compute a workload whose mask has blocks of this size; None if they can."""
     tiled = largest_tile(block_size) >= SMALLEST
     return first_reason(
-        None if tiled else f"takes blocks of a multiple of {SMALLEST} tokens, not {block_size}",
+        None if tiled else f"needs a block size that is a multiple of {SMALLEST} tokens, not {block_size}",
         needs_dtype(workload, "float32", "bfloat16", "float16"),
         needs_head_dim(workload, WIDEST, 4 if workload.dtype == "float32" else 8),
         needs_no_softcap(workload),
@@ -99,16 +99,18 @@ def candidates(workload: Workload) -> list[dict[str, str]]:
     ]
 
 
-def read_config(workload: Workload, config: Config) -> tuple[dict[str, Tile], bool]:
+def read_config(workload: Workload, config: Config) -> tuple[dict[str, TileShape], bool]:
     """Return the tiles of each kernel by name, defaults filled in, and whether dQ is added up atomically."""
     defaults = candidates(msgspec.structs.replace(workload, pass_="train"))[0]
     unknown = [name for name in config if name not in defaults]
     if unknown:
-        raise UsageError(f"torch.block-sparse-triton has no tunable {unknown[0]}: it has {', '.join(defaults)}.")
+        raise UsageError(
+            f"torch.block-sparse-triton has no tunable {unknown[0]}; its tunables are {', '.join(defaults)}."
+        )
     chosen = defaults | {name: str(value) for name, value in config.items()}
     way = chosen.pop("dq")
     if way not in ("rows", "atomic"):
-        raise UsageError(f'dq is "rows" (by rows of blocks, the same bits every time) or "atomic", not "{way}".')
+        raise UsageError(f'dq must be "rows" (summed by rows of blocks, deterministic) or "atomic", not "{way}".')
     return {name: read_tile(text) for name, text in chosen.items()}, way == "atomic"
 
 

@@ -36,8 +36,6 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.torch._compile import CompiledCall
-from attnbench.kernels.block_sparse import cpu
-from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.kernels.block_sparse.tiles import (
     beyond_the_kernels,
     candidates,
@@ -50,6 +48,8 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Par
 
 if TYPE_CHECKING:
     import torch
+
+    from attnbench.kernels.block_sparse.tables import BlockTables
 
 LONGEST_TRAINED = 4096
 """Longest sequence for which a gate is trained when the implementation is built."""
@@ -67,21 +67,16 @@ def attend(
 
     kind = q.device.type
     if kind == "cpu":
+        from attnbench.kernels.block_sparse import cpu
+
         plan = cpu.plan(tables, k.shape[1], q.shape[3])
-        pair = _cpu_pair(lambda _: plan, scale)
+        pair = cpu.pair(lambda _: plan, scale)
     elif kind == "cuda":
         pair = _triton_pair(q, k, v, tables, scale)
     else:
         raise Unsupported(f"block-sparse attention runs on cpu and cuda, not on {kind}.")
     out, lse = differentiable(pair, "bhsd")(q, k, v)
     return out, lse.float()
-
-
-def _cpu_pair(plan_of: Callable[[Any], cpu.Plan], scale: float) -> Partial:
-    return (
-        lambda q, k, v: cpu.forward(q, k, v, plan_of(q.device), scale),
-        lambda q, k, v, out, lse, dout: cpu.backward(q, k, v, out, lse, dout, plan_of(q.device), scale),
-    )
 
 
 def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
@@ -105,14 +100,16 @@ def needs_blocks(workload: Workload) -> str | None:
     split = split_blocks(mask)
     if split is None:
         several = mask.kinds.count("blocks") > 1
-        return f"takes a mask with one blocks part, and this one has {'several' if several else 'none'}"
+        return f"takes a mask with one blocks part; this mask has {'several' if several else 'none'}"
     if split[1].weighted or split[1].interval(workload.mask_shape) is None:
-        return f"combines blocks with masks of one run of keys a row, not with {split[1].id}"
+        return f"combines blocks only with masks that leave each row one run of keys, not with {split[1].id}"
     return None
 
 
 def block_tables(workload: Workload, device: Any) -> BlockTables:
     """Return the blocks of a workload that `needs_blocks` accepts, on a device."""
+    from attnbench.kernels.block_sparse.tables import tables_of
+
     layout = block_layout(workload.visible_mask, workload.mask_shape)
     assert layout is not None
     return tables_of(layout, workload.mask_shape, device)
@@ -143,10 +140,9 @@ class BlockSparse(Implementation):
         return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-
         from attnbench.impls.partial.torch_autograd import differentiable
 
-        call = differentiable(self._pair(workload), "bhsd")
+        call = differentiable(self._pair(workload, config), "bhsd")
 
         def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             out, lse = call(q, k, v)
@@ -157,22 +153,21 @@ class BlockSparse(Implementation):
     def partial(self, workload: Workload, config: Config) -> Partial:
         from attnbench.impls.partial.torch_autograd import turned
 
-        return turned(self._pair(workload))
+        return turned(self._pair(workload, config))
 
-    def _pair(self, workload: Workload) -> Partial:
+    def _pair(self, workload: Workload, config: Config) -> Partial:
+        from attnbench.kernels.block_sparse import cpu
+
         plans = once_per_device(
             lambda device: cpu.plan(block_tables(workload, device), workload.kv_heads, workload.head_dim)
         )
-        return _cpu_pair(plans, workload.softmax_scale)
+        return cpu.pair(plans, workload.softmax_scale)
 
 
-class BlockSparseTriton(Implementation):
+class BlockSparseTriton(BlockSparse):
     """Block-sparse masks by our Triton kernels over rows and columns of kept blocks."""
 
     name = "torch.block-sparse-triton"
-    framework = "torch"
-    lse_gradient = True
-    layout = "bhsd"
     tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
 
     @property
@@ -201,7 +196,7 @@ class BlockSparseTriton(Implementation):
             self.available(environment),
             needs_blocks(workload),
             beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
-            "Triton's interpreter multiplies no bfloat16" if unknown else None,
+            "Triton's interpreter cannot multiply bfloat16" if unknown else None,
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
@@ -210,17 +205,6 @@ class BlockSparseTriton(Implementation):
     def build(self, workload: Workload, config: Config) -> Call:
         call = self.build_lse(workload, config)
         return CompiledCall(lambda q, k, v: call(q, k, v)[0])
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-
-        from attnbench.impls.partial.torch_autograd import differentiable
-
-        return differentiable(self._pair(workload, config), "bhsd")
-
-    def partial(self, workload: Workload, config: Config) -> Partial:
-        from attnbench.impls.partial.torch_autograd import turned
-
-        return turned(self._pair(workload, config))
 
     def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.kernels.block_sparse import triton_call
@@ -267,8 +251,8 @@ class Selected(Implementation):
             self.available(environment),
             None if workload.inputs == "structured" else "declares its error for structured inputs only",
             needs_forward(workload),
-            f"chooses under masks of one run of keys a row, not under {mask.id}" if unfit else None,
-            f"trains its gate when built, which is kept to {LONGEST_TRAINED} tokens" if long else None,
+            f"takes masks that leave each row one run of keys, not {mask.id}" if unfit else None,
+            f"trains its gate when it is built, for at most {LONGEST_TRAINED} tokens" if long else None,
             needs_dtype(workload, *kinds),
             needs_equal_dims(workload),
             needs_head_dim(workload, 256, 8),

@@ -11,7 +11,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnbench.kernels.block_sparse.tables import BlockLists, BlockTables
-from attnbench.kernels.block_sparse.tiles import Tile
+from attnbench.kernels.block_sparse.tiles import TileShape
 from attnbench.kernels.block_sparse.triton_kernels import (
     LOG2_E,
     block_sparse_delta,
@@ -36,7 +36,7 @@ class Ordered(NamedTuple):
         return (self.order, *self.lists)
 
 
-class Plan(NamedTuple):
+class TritonPlan(NamedTuple):
     """Tables and orders of work, made once for a mask on a device."""
 
     tables: BlockTables
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         return count * heads * (batch > 1), count * (heads > 1)
 
 
-def plan(tables: BlockTables, group: int) -> Plan:
+def plan(tables: BlockTables, group: int) -> TritonPlan:
     """Make lists and orders; columns of a group of query heads are ordered by their common work."""
     kept = tables.kept
     by_row, by_column = (kept.sum(axis) for axis in (3, 2))
@@ -60,11 +60,11 @@ def plan(tables: BlockTables, group: int) -> Plan:
         by_column = by_column.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
     orders = (work.argsort(dim=-1, descending=True, stable=True).int().contiguous() for work in (by_row, by_column))
     rows, columns = (Ordered(lists, order) for lists, order in zip((tables.by_row, tables.by_column), orders))
-    return Plan(tables, rows, columns, bool((kept & ~tables.whole).any()))
+    return TritonPlan(tables, rows, columns, bool((kept & ~tables.whole).any()))
 
 
 def pair(
-    plan_of: Callable[[torch.device], Plan], scale: float, tiles: Mapping[str, Tile], atomic: bool
+    plan_of: Callable[[torch.device], TritonPlan], scale: float, tiles: Mapping[str, TileShape], atomic: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return (forward, backward) on parts of a larger whole; q [b, h, t, d], k [b, g, s, d], v [b, g, s, e].
 
@@ -83,7 +83,7 @@ def pair(
 
 
 def _forward(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: Tile
+    plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile: TileShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, heads, q_len, _), size = q.shape, plan.tables.block_size
     tile = tile.fitted(size)
@@ -100,7 +100,7 @@ def _forward(
 
 
 def _backward(
-    plan: Plan, saved: tuple[torch.Tensor, ...], scale: float, tiles: Mapping[str, Tile], atomic: bool
+    plan: TritonPlan, saved: tuple[torch.Tensor, ...], scale: float, tiles: Mapping[str, TileShape], atomic: bool
 ) -> tuple[torch.Tensor, ...]:
     q, k, v, out, lse, dout = saved
     batch, heads, q_len, _ = q.shape
@@ -121,8 +121,8 @@ def _backward(
 
 
 def _query_gradient(
-    plan: Plan, inputs: tuple[torch.Tensor, ...], facts: tuple[torch.Tensor, ...], dq: torch.Tensor, scale: float,
-    tile: Tile,
+    plan: TritonPlan, inputs: tuple[torch.Tensor, ...], facts: tuple[torch.Tensor, ...], dq: torch.Tensor, scale: float,
+    tile: TileShape,
 ) -> None:  # fmt: skip
     q, k, v, dout = inputs
     tile = tile.fitted(plan.tables.block_size)
@@ -136,8 +136,8 @@ def _query_gradient(
 
 
 def _key_gradients(
-    plan: Plan, inputs: tuple[torch.Tensor, ...], facts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...],
-    dq_sum: torch.Tensor | None, scale: float, tile: Tile,
+    plan: TritonPlan, inputs: tuple[torch.Tensor, ...], facts: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor, ...], dq_sum: torch.Tensor | None, scale: float, tile: TileShape,
 ) -> None:  # fmt: skip
     q, k, v, dout = inputs
     tile = tile.fitted(plan.tables.block_size)
@@ -151,11 +151,11 @@ def _key_gradients(
     )  # fmt: skip
 
 
-def _bounds_stride(plan: Plan) -> int:
+def _bounds_stride(plan: TritonPlan) -> int:
     return plan.tables.low.shape[1] * (len(plan.tables.low) > 1)
 
 
-def _constants(plan: Plan, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+def _constants(plan: TritonPlan, tile: TileShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
     return {
         "SIZE": plan.tables.block_size,
         "TILE_M": tile.rows,

@@ -25,7 +25,7 @@ BLOCK_PAIRS = 1 << 27
 """Most logits that are computed at once."""
 
 
-class _Branch(NamedTuple):
+class _BranchCut(NamedTuple):
     """One branch's cut of n tokens: `segments` of `width`, of which each head keeps at most `kept`, one in `rate`."""
 
     segments: int
@@ -53,14 +53,24 @@ def dilated_attention(
     """Return the output [b, s, h, d], with `return_lse` also the float32 LSE [b, h, s]; k, v may have fewer heads."""
     import jax
     import jax.numpy as jnp
+    from jax.core import Tracer
 
     for x in (q, k, v):
         if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
             raise UsageError(
-                f"dilated_attention takes JAX arrays, not {kind_of(x)}: jax.numpy.from_dlpack(x) makes one."
+                f"dilated_attention takes JAX arrays, not {kind_of(x)}: convert it with jax.numpy.from_dlpack(x)."
             )
     pattern = masks.dilated(segment_lengths, dilation_rates, offset)
-    _check(q, k, v, pattern, causal, scale, mix_grad, kv_lengths)
+    check_mix_grad(mix_grad)
+    check_causal(causal)
+    traced = isinstance(kv_lengths, Tracer)  # of traced lengths only their number is checked
+    if traced and kv_lengths.shape != q.shape[:1]:
+        raise UsageError(
+            f"kv_lengths must have shape ({q.shape[0]},), one length for each batch row, not {kv_lengths.shape}."
+        )
+    asked = workload_of(q, k, v, mask=pattern, scale=None if isinstance(scale, Tracer) else scale)
+    if kv_lengths is not None and not traced:
+        masks.lengths(kv_lengths).check(asked.mask_shape)
     lengths = jnp.full(q.shape[0], q.shape[1]) if kv_lengths is None else jnp.asarray(kv_lengths)
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     compute = partial(_compute, pattern=pattern, causal=causal, factor=factor, mix_grad=mix_grad)
@@ -88,47 +98,29 @@ def _compute(
     import jax.numpy as jnp
 
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    branches = [_cut(pattern, n, q.shape[1], q.shape[2]) for n in range(len(pattern.segment_lengths))]
-    results = [_attend(branch, q, k, v, lengths, causal, factor) for branch in branches]
+    tokens, heads = q.shape[1:3]
+    results = []
+    for segment_length, rate in zip(pattern.segment_lengths, pattern.dilation_rates):
+        width = min(segment_length, tokens)
+        offsets = np.asarray(pattern.head_offset(np.arange(heads), rate, heads))
+        branch = _BranchCut(-(-tokens // width), width, -(-width // rate), rate, offsets)
+        results.append(_attend(branch, q, k, v, lengths, causal, factor))
     out, lse = (jnp.stack(part) for part in zip(*results))
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
+    base = jnp.where(jnp.isfinite(top), top, 0.0)
     seen = lse > -jnp.inf
     # A gradient through exp(-inf - -inf) would be NaN even where it is not chosen.
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, lse - jnp.where(jnp.isfinite(top), top, 0.0), 0.0)), 0.0)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, lse - base, 0.0)), 0.0)
     total = jnp.sum(weights, axis=0)
-    lse = jnp.where(
-        total > 0, jnp.where(jnp.isfinite(top), top, 0.0) + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf
-    )
+    lse = jnp.where(total > 0, base + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
     weights = weights / jnp.where(total > 0, total, 1.0)
     weights = jax.lax.stop_gradient(weights) if mix_grad == "detached" else weights
     mixed = jnp.sum(weights[..., None] * out, axis=0).astype(q.dtype)
     return mixed, lse.transpose(0, 2, 1).astype(jnp.float32)
 
 
-def _check(
-    q: Array, k: Array, v: Array, pattern: Dilated, causal: Any, scale: Any, mix_grad: str, kv_lengths: Any
-) -> None:
-    """Raise UsageError for arguments that do not fit together; of traced lengths only their number is checked."""
-    from jax.core import Tracer
-
-    check_mix_grad(mix_grad)
-    check_causal(causal)
-    traced = isinstance(kv_lengths, Tracer)
-    if traced and kv_lengths.shape != q.shape[:1]:
-        raise UsageError(f"kv_lengths has one length a batch row, {q.shape[0]} in all, not {kv_lengths.shape}.")
-    asked = workload_of(q, k, v, mask=pattern, scale=None if isinstance(scale, Tracer) else scale)
-    if kv_lengths is not None and not traced:
-        masks.lengths(kv_lengths).check(asked.mask_shape)
-
-
-def _cut(pattern: Dilated, branch: int, tokens: int, heads: int) -> _Branch:
-    rate, width = pattern.dilation_rates[branch], min(pattern.segment_lengths[branch], tokens)
-    offsets = np.asarray(pattern.head_offset(np.arange(heads), rate, heads))
-    return _Branch(-(-tokens // width), width, -(-width // rate), rate, offsets)
-
-
 def _attend(
-    branch: _Branch, q: Array, k: Array, v: Array, lengths: Array, causal: bool, scale: float
+    branch: _BranchCut, q: Array, k: Array, v: Array, lengths: Array, causal: bool, scale: float
 ) -> tuple[Array, Array]:
     """Return one branch's output [b, s, h, d] and LSE [b, s, h]; 0 and -inf for tokens that a head skips."""
     import jax
@@ -144,22 +136,22 @@ def _attend(
         """Reshape [b, segments, kept, h, ...] to [b * segments * h, kept, ...]."""
         return jnp.moveaxis(x, 3, 2).reshape(-1, branch.kept, *x.shape[4:])
 
-    def one(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    def attend_one(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
         return _dense(*arrays, causal=causal, scale=scale)
 
     given = (*(rows(_kept(branch, x)) for x in (q, k, v)), rows(real))
-    together = max(1, BLOCK_PAIRS // branch.kept**2)
-    if given[0].shape[0] <= together:
-        out, lse = jax.vmap(one)(given)
+    at_once = max(1, BLOCK_PAIRS // branch.kept**2)
+    if given[0].shape[0] <= at_once:
+        out, lse = jax.vmap(attend_one)(given)
     else:
-        out, lse = jax.lax.map(jax.checkpoint(one), given, batch_size=together)
+        out, lse = jax.lax.map(jax.checkpoint(attend_one), given, batch_size=at_once)
     split = (batch, branch.segments, heads, branch.kept)
     out, lse = (jnp.moveaxis(x.reshape(*split, *x.shape[2:]), 2, 3) for x in (out, lse))
     lse = jnp.where(jnp.asarray(exists), lse, -jnp.inf)
     return _scattered(branch, out, tokens, 0.0), _scattered(branch, lse, tokens, -jnp.inf)
 
 
-def _kept(branch: _Branch, x: Array) -> Array:
+def _kept(branch: _BranchCut, x: Array) -> Array:
     """Pick [b, segments, kept, h, d] from [b, s, h, d], with zeros if a segment or the sequence ends early."""
     import jax.numpy as jnp
 
@@ -171,7 +163,7 @@ def _kept(branch: _Branch, x: Array) -> Array:
     return x[:, :, :, branch.offsets, np.arange(heads)]
 
 
-def _scattered(branch: _Branch, x: Array, tokens: int, elsewhere: float) -> Array:
+def _scattered(branch: _BranchCut, x: Array, tokens: int, elsewhere: float) -> Array:
     """Put [b, segments, kept, h, ...] back into [b, s, h, ...], with `elsewhere` for tokens that a head skips."""
     import jax.numpy as jnp
 
@@ -194,13 +186,13 @@ def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: fl
     if causal:
         n = logits.shape[0]
         seen = seen & (jnp.arange(n)[:, None] >= jnp.arange(n))
-    some = seen.any(-1)
+    sees_a_key = seen.any(-1)
     # Finite, so that a row without keys has gradients of 0 and not NaN.
     logits = jnp.where(seen, logits, -0.7 * float(jnp.finfo(wide).max))
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.where(seen, jnp.exp(logits - lse[:, None]), 0.0).astype(v.dtype)
     out = jnp.matmul(weights, v, precision=precision, preferred_element_type=wide)
-    return jnp.where(some[:, None], out, 0.0), jnp.where(some, lse, -jnp.inf)
+    return jnp.where(sees_a_key[:, None], out, 0.0), jnp.where(sees_a_key, lse, -jnp.inf)
 
 
 class DilatedJax(Implementation):
@@ -215,12 +207,10 @@ class DilatedJax(Implementation):
         return first_reason(needs_dilated(workload), needs_no_softcap(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
-
         call = self.build_lse(workload, config)
         return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-
         problem, scale = problem_of(workload), workload.softmax_scale
         pattern = problem.pattern
 

@@ -1,6 +1,7 @@
 """A dilated pattern as dense calls: which tokens and heads of [b, s, h, d] each call reads, as one strided view.
 
-Pure arithmetic, no arrays. Head h of a branch of rate r keeps tokens offset(h), offset(h) + r, ... of each segment:
+Pure arithmetic on sizes and strides; views copy nothing, and this module imports no framework. Head h of a branch of
+rate r keeps tokens offset(h), offset(h) + r, ... of each segment:
 
 - Segments of equal length stack as the batch of one call; with whole segments only, batch rows stack too.
 - Heads of one offset are one call (`shift` 0). Without grouped heads, neighbouring offsets are one call as well: head n
@@ -14,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnbench.masks import Causal, Dilated, Lengths
 from attnbench.spec import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Heads(NamedTuple):
@@ -33,7 +37,7 @@ class Heads(NamedTuple):
     shift: int
 
 
-class Piece(NamedTuple):
+class DilatedPiece(NamedTuple):
     """One dense call: `stack` segments, `apart` tokens from one to the next, from token `start` of batch row `row`."""
 
     branch: int
@@ -50,7 +54,7 @@ class Piece(NamedTuple):
     causal: bool
 
 
-class Problem(NamedTuple):
+class DilatedProblem(NamedTuple):
     """A dilated pattern over arrays of a given shape; `lengths` are the key lengths of the batch rows, or None."""
 
     pattern: Dilated
@@ -74,20 +78,26 @@ class _Segments(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def pieces(problem: Problem, fold: bool = True, diagonal: bool = True) -> tuple[Piece, ...]:
+def pieces(problem: DilatedProblem, fold: bool = True, diagonal: bool = True) -> tuple[DilatedPiece, ...]:
     """Return the dense calls, branch by branch; together they hold every pair exactly as often as the pattern does.
 
     `fold`: batch rows follow each other in memory as segments do. `diagonal`: heads of several offsets share calls.
     """
-    found: list[Piece] = []
+    calls: list[DilatedPiece] = []
     for branch, (width, rate) in enumerate(zip(problem.pattern.segment_lengths, problem.pattern.dilation_rates)):
         for segments in _segments(problem, width, fold):
             for heads in _head_sets(problem, rate, segments, diagonal):
-                found += _calls(problem, branch, rate, segments, heads)
-    return tuple(found)
+                queries, keys = _counts(heads.offset, rate, segments)
+                place = (branch, heads, segments.row, segments.start, segments.stack, segments.apart, rate)
+                if not problem.causal or queries == keys:
+                    calls.append(DilatedPiece(*place, 0, queries, keys, problem.causal))
+                else:  # cut where the keys end: a causal square, and queries after it that see every key
+                    calls.append(DilatedPiece(*place, 0, keys, keys, True))
+                    calls.append(DilatedPiece(*place, keys, queries - keys, keys, False))
+    return tuple(calls)
 
 
-def computed_pairs(problem: Problem) -> int:
+def computed_pairs(problem: DilatedProblem) -> int:
     """Count the pairs that the pieces compute, over all batch rows and heads: a pair in two branches counts twice."""
     total = 0
     for piece in pieces(problem):
@@ -96,7 +106,7 @@ def computed_pairs(problem: Problem) -> int:
     return total
 
 
-def _segments(problem: Problem, width: int, fold: bool) -> Iterator[_Segments]:
+def _segments(problem: DilatedProblem, width: int, fold: bool) -> Iterator[_Segments]:
     tokens, batch = problem.tokens, problem.batch
     whole, rest = divmod(tokens, width)
     if problem.lengths is None and fold and (rest == 0 or whole <= 1 or batch == 1):
@@ -117,7 +127,7 @@ def _segments(problem: Problem, width: int, fold: bool) -> Iterator[_Segments]:
             yield _Segments(row, start, 1, width, min(width, tokens - start), length - start)
 
 
-def _head_sets(problem: Problem, rate: int, segments: _Segments, diagonal: bool) -> list[Heads]:
+def _head_sets(problem: DilatedProblem, rate: int, segments: _Segments, diagonal: bool) -> list[Heads]:
     heads, group = problem.heads, problem.heads // problem.kv_heads
     offsets = [problem.pattern.head_offset(head, rate, heads) for head in range(heads)]
     by_offset = [
@@ -166,21 +176,10 @@ def _counts(offset: int, rate: int, segments: _Segments) -> tuple[int, int]:
     return queries, keys
 
 
-def _calls(problem: Problem, branch: int, rate: int, segments: _Segments, heads: Heads) -> Iterator[Piece]:
-    queries, keys = _counts(heads.offset, rate, segments)
-    place = (branch, heads, segments.row, segments.start, segments.stack, segments.apart, rate)
-    if not problem.causal or queries == keys:
-        yield Piece(*place, 0, queries, keys, problem.causal)
-        return
-    # Cut where the keys end: a causal square, and queries after it that see every key. No kernel has to align T != S.
-    yield Piece(*place, 0, keys, keys, True)
-    yield Piece(*place, keys, queries - keys, keys, False)
-
-
 class Task(NamedTuple):
     """One call of dilated attention, without its arrays; hashable."""
 
-    problem: Problem
+    problem: DilatedProblem
     scale: float
     detached: bool = False
     """True if mixing weights count as constants in the backward pass, as in torchscale."""
@@ -192,7 +191,7 @@ class Task(NamedTuple):
     """Whether heads of different offsets may share a call."""
 
 
-def problem_of(workload: Workload) -> Problem:
+def problem_of(workload: Workload) -> DilatedProblem:
     """Read a workload's mask, which `needs_dilated` accepts, as a problem."""
     parts = workload.visible_mask.split()
     pattern = next(part for part in parts if isinstance(part, Dilated))
@@ -200,7 +199,7 @@ def problem_of(workload: Workload) -> Problem:
     lengths = tuple(int(min(row)) for row in zip(*limits)) if limits else None
     causal = any(isinstance(part, Causal) for part in parts)
     w = workload
-    return Problem(pattern, w.batch, w.q_len, w.heads, w.kv_heads, causal, lengths)
+    return DilatedProblem(pattern, w.batch, w.q_len, w.heads, w.kv_heads, causal, lengths)
 
 
 def needs_dilated(workload: Workload) -> str | None:
@@ -208,5 +207,91 @@ def needs_dilated(workload: Workload) -> str | None:
     kinds = workload.visible_mask.kinds
     other = [kind for kind in kinds if kind not in ("dilated", "causal", "lengths")]
     if kinds.count("dilated") != 1:
-        return "takes one dilated mask" + (f", not {kinds.count('dilated')}" if "dilated" in kinds else " and no other")
-    return f"takes a dilated mask with causal and lengths, not with {other[0]}" if other else None
+        return "takes one dilated mask" + (f", not {kinds.count('dilated')}" if "dilated" in kinds else "")
+    return f"combines a dilated mask only with causal and lengths, not with {other[0]}" if other else None
+
+
+class StridedView(NamedTuple):
+    """Arguments of `as_strided`, heads first; the offset counts from the array's own first number."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the view [stack, heads, tokens, d] of an array with the strides that the view was made for."""
+        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+
+    def tokens_first(self) -> StridedView:
+        """Return the same view as [stack, tokens, heads, d]."""
+        (a, b, c, d), (e, f, g, h) = self.size, self.stride
+        return StridedView((a, c, b, d), (e, g, f, h), self.offset)
+
+    def without_dim(self) -> StridedView:
+        """Return the view as [stack, heads, tokens], for an array of one number for each row."""
+        return StridedView(self.size[:-1], self.stride[:-1], self.offset)
+
+
+def query_view(piece: DilatedPiece, strides: Sequence[int], dim: int) -> StridedView:
+    """Return the view of the piece's rows of q, out, dout or dq."""
+    heads, begin = piece.heads, piece.start + piece.heads.offset + piece.skip * piece.rate
+    return _view(piece, strides, dim, begin, piece.queries, heads.first, heads.step, heads.number)
+
+
+def key_view(piece: DilatedPiece, strides: Sequence[int], dim: int) -> StridedView:
+    """Return the view of the piece's rows of k, v, dk or dv."""
+    heads, begin = piece.heads, piece.start + piece.heads.offset
+    return _view(piece, strides, dim, begin, piece.keys, heads.kv_first, heads.kv_step, heads.kv_number)
+
+
+def _view(
+    piece: DilatedPiece, strides: Sequence[int], dim: int, begin: int, tokens: int, first: int, step: int, heads: int
+) -> StridedView:
+    row, token, head, _ = strides
+    size = (piece.stack, heads, tokens, dim)
+    stride = (piece.apart * token, step * head + piece.heads.shift * token, piece.rate * token, 1)
+    return StridedView(size, stride, piece.row * row + begin * token + first * head)
+
+
+def queries_of(x: torch.Tensor, piece: DilatedPiece) -> torch.Tensor:
+    """Return the piece's [stack, queries, heads, d] of q, out, dout or dq."""
+    return query_view(piece, x.stride(), x.shape[-1]).tokens_first().of(x)
+
+
+def keys_of(x: torch.Tensor, piece: DilatedPiece) -> torch.Tensor:
+    """Return the piece's [stack, keys, kv_heads, d] of k, v, dk or dv."""
+    return key_view(piece, x.stride(), x.shape[-1]).tokens_first().of(x)
+
+
+def rows_of(x: torch.Tensor, piece: DilatedPiece) -> torch.Tensor:
+    """Return the piece's [stack, heads, queries] of [b, s, h], one number for each row."""
+    return query_view(piece, (*x.stride(), 1), 1).without_dim().of(x)
+
+
+def folds(*arrays: torch.Tensor) -> bool:
+    """Return whether batch rows of all arrays follow each other in memory, so that segments of several rows stack.
+
+    Every array counts: an array that torch calls contiguous may still have any stride on an axis of 1.
+    """
+    return all(fold(x.shape, x.stride()) for x in arrays)
+
+
+def fold(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether batch rows of an array of this shape and these strides follow each other in memory."""
+    return shape[0] == 1 or stride[0] == shape[1] * stride[1]
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that torch gives to a new array."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return the array, or a copy if no kernel could read it: dim must be the innermost axis, and no axis expanded."""
+    if x.is_contiguous():
+        return x
+    dense = x.stride(-1) == 1 and all(step > 0 for size, step in zip(x.shape, x.stride()) if size > 1)
+    return x if dense else x.contiguous()

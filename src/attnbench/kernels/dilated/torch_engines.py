@@ -1,4 +1,4 @@
-"""The two ways to compute dilated attention on torch arrays, without autograd. This module imports torch.
+"""Dilated attention as one differentiable torch operation, computed in one of two ways. This module imports torch.
 
 gathered: copy each branch's tokens out, attend, scatter back, and mix all branches at the end. Every branch's output
 lies in memory at full size in float32 until it is mixed.
@@ -11,47 +11,84 @@ shapes and strides alone is a plan, made once: a call only takes its views, runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from attnbench.impls.partial.torch_autograd import turned
-from attnbench.impls.partial.torch_choice import Rules, current
-from attnbench.impls.partial.torch_passes import merge_
-from attnbench.kernels.dilated.pieces import Piece, Task, pieces
-from attnbench.kernels.dilated.torch_fused import Fused, is_fused
-from attnbench.kernels.dilated.torch_pieces import (
-    Sizes,
-    View,
+from attnbench import masks
+from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse, turned
+from attnbench.impls.partial.torch_choice import Rules, choose, current
+from attnbench.impls.partial.torch_passes import merge_, nothing_yet
+from attnbench.kernels.dilated.pieces import (
+    DilatedPiece,
+    StridedView,
+    Task,
     dense_strides,
     fold,
     folds,
     key_view,
     keys_of,
-    nothing_merged,
-    partial_of,
+    pieces,
     queries_of,
     query_view,
+    readable,
     rows_of,
 )
-from attnbench.spec import Partial
+from attnbench.kernels.dilated.torch_fused import Fused, is_fused
+from attnbench.spec import Partial, Workload
 
-Forward = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 """Output [b, s, h, d], LSE [b, s, h] in float32 (float64 for float64 inputs), and what else the backward needs."""
-Parts = list[tuple[torch.Tensor, ...]]
+Parts = list[tuple[Tensor, ...]]
 
 
-class Engine(NamedTuple):
+class DilatedEngine(NamedTuple):
     """A way to compute a task on torch arrays, without autograd."""
 
     forward: Callable[..., Forward]
     backward: Callable[..., tuple[Any, Any, Any]]
 
 
-def gathered_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+def nothing_merged(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out [b, s, h, d], lse [b, s, h]) before any piece is merged, in the precision that merging takes."""
+    out, lse = nothing_yet((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+    return out, lse.view(q.shape[:3])
+
+
+class CallSizes(NamedTuple):
+    """Sizes of one dense call."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+def partial_of(
+    kernel: str, dtype: torch.dtype, device: torch.device, sizes: CallSizes, causal: bool, scale: float
+) -> Partial:
+    """Return (forward, backward), bshd, for pieces of these sizes; `kernel` is an implementation's name or "auto"."""
+    kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    return _partial(kernel, kind, str(dtype).removeprefix("torch."), sizes, causal, scale, current())
+
+
+@lru_cache(maxsize=4096)
+def _partial(
+    kernel: str, device: str, dtype: str, sizes: CallSizes, causal: bool, scale: float, rules: Rules
+) -> Partial:
+    mask = masks.causal() if causal else masks.full()
+    workload = Workload(**sizes._asdict(), dtype=dtype, mask=mask, scale=scale, pass_="train")
+    return choose(kernel, workload, device, rules)[1]
+
+
+def gathered_forward(task: Task, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
     """Return (out, lse [b, s, h], each branch's own output if the backward pass needs it)."""
-    branches = [_of_branch(task, n, q, k, v) for n in range(len(task.problem.pattern.segment_lengths))]
+    branches = [_of_branch(task, branch, q, k, v) for branch in range(len(task.problem.pattern.segment_lengths))]
     lse = torch.logsumexp(torch.stack([lse for _, lse in branches]), 0)
     seen = lse.masked_fill(lse == float("-inf"), 0.0)
     out = torch.zeros_like(branches[0][0])
@@ -61,9 +98,7 @@ def gathered_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return out.to(q.dtype), lse, kept
 
 
-def _of_branch(
-    task: Task, branch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_branch(task: Task, branch: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output [b, s, h, d] and LSE [b, s, h] of one branch; 0 and -inf for tokens that a head skips."""
     out, lse = nothing_merged(q, v)
     for piece in _gathered_pieces(task, q, k, v):
@@ -76,15 +111,8 @@ def _of_branch(
 
 
 def gathered_backward(
-    task: Task,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    kept: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, kept: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv): each piece under the LSE and output of the whole, or its branch's own output if detached."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
@@ -98,47 +126,47 @@ def gathered_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _gathered_pieces(task: Task, *arrays: torch.Tensor) -> tuple[Piece, ...]:
+def _gathered_pieces(task: Task, *arrays: Tensor) -> tuple[DilatedPiece, ...]:
     return pieces(task.problem, folds(*arrays), diagonal=False)
 
 
-def _gathered_kernel(task: Task, piece: Piece, q: torch.Tensor, v: torch.Tensor) -> Partial:
+def _gathered_kernel(task: Task, piece: DilatedPiece, q: Tensor, v: Tensor) -> Partial:
     heads = piece.heads
-    sizes = Sizes(piece.stack, piece.queries, piece.keys, heads.number, heads.kv_number, q.shape[-1], v.shape[-1])
+    sizes = CallSizes(piece.stack, piece.queries, piece.keys, heads.number, heads.kv_number, q.shape[-1], v.shape[-1])
     return partial_of(task.kernel, q.dtype, q.device, sizes, piece.causal, task.scale)
 
 
 PLANS = 64
 """Number of plans kept; each may have small tables on its device."""
-_captured: dict[int, Plan] = {}
+_captured: dict[int, TaskPlan] = {}
 """Plans of captured calls, kept forever: a CUDA graph reads their tables at every replay."""
 
 
-class Step(NamedTuple):
+class DilatedStep(NamedTuple):
     """One dense call: views, heads first, of the arrays it reads, and the two passes of its kernel."""
 
-    piece: Piece
-    q: View
-    k: View
-    v: View
-    out: View
+    piece: DilatedPiece
+    q: StridedView
+    k: StridedView
+    v: StridedView
+    out: StridedView
     """View of out and dout."""
-    lse: View
+    lse: StridedView
     """View [stack, heads, queries] of an LSE [b, s, h]."""
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
 
-class Plan(NamedTuple):
+class TaskPlan(NamedTuple):
     """Steps of a task, the strides that out and dout must have, and the fused merge (None: piece by piece)."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[DilatedStep, ...]
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
     fused: Fused | None
 
 
-def plan_of(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Plan:
+def plan_of(task: Task, q: Tensor, k: Tensor, v: Tensor) -> TaskPlan:
     """Return the plan for arrays of these shapes and strides."""
     strides = (q.stride(), k.stride(), v.stride())
     plan = _plan(task, q.dtype, q.device, (q.shape, k.shape, v.shape), strides, current())
@@ -151,7 +179,7 @@ def plan_of(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pl
 def _plan(
     task: Task, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]], strides: Sequence[Any],
     rules: Rules,
-) -> Plan:  # fmt: skip
+) -> TaskPlan:  # fmt: skip
     """Make a plan whose kernels were chosen under these rules."""
     del rules  # part of the cache's key: the kernels ask for the current rules again
     folds = all(fold(shape, stride) for shape, stride in zip(shapes, strides))
@@ -167,19 +195,22 @@ def _plan(
             query_view(piece, row_strides, 1).without_dim(),
         )  # fmt: skip
         stack, heads, kv_heads = piece.stack, piece.heads.number, piece.heads.kv_number
-        sizes = Sizes(stack, piece.queries, piece.keys, heads, kv_heads, head_dim, value_dim)
+        sizes = CallSizes(stack, piece.queries, piece.keys, heads, kv_heads, head_dim, value_dim)
         pair = turned(partial_of(task.kernel, dtype, device, sizes, piece.causal, task.scale))
-        steps.append(Step(piece, *views, *pair))
+        steps.append(DilatedStep(piece, *views, *pair))
     fused = Fused(task.problem, folds, task.diagonal, len(plan)) if is_fused(task, dtype, device) else None
-    return Plan(tuple(steps), out_shape, out_strides, fused)
+    return TaskPlan(tuple(steps), out_shape, out_strides, fused)
 
 
-def strided_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> Forward:
+def strided_forward(task: Task, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
     """Return (out, lse [b, s, h], and with `keep` what the backward needs: branches' own outputs, pieces' LSEs)."""
     plan = plan_of(task, q, k, v)
     parts = [step.forward(step.q.of(q), step.k.of(k), step.v.of(v)) for step in plan.steps]
     if plan.fused is None:
-        out, lse = _merged(plan, parts, q, v)
+        out, lse = nothing_merged(q, v)
+        for step, (part, part_lse) in zip(plan.steps, parts):
+            merge_(queries_of(out, step.piece), rows_of(lse, step.piece), part.transpose(1, 2), part_lse)
+        out = out.to(q.dtype)
         return out, lse, _own_outputs(task, plan, parts, out) if keep and task.detached else ()
     out, lse = plan.fused.merged(parts, plan.out_shape, keep)
     if not keep:
@@ -188,14 +219,7 @@ def strided_forward(task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return out, lse, (*own, *[part for _, part in parts])
 
 
-def _merged(plan: Plan, parts: Parts, q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = nothing_merged(q, v)
-    for step, (part, part_lse) in zip(plan.steps, parts):
-        merge_(queries_of(out, step.piece), rows_of(lse, step.piece), part.transpose(1, 2), part_lse)
-    return out.to(q.dtype), lse
-
-
-def _own_outputs(task: Task, plan: Plan, parts: Parts, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _own_outputs(task: Task, plan: TaskPlan, parts: Parts, out: Tensor) -> tuple[Tensor, ...]:
     """Return each branch's output with the strides of the whole's, which the backward pass expects."""
     own = tuple(out.new_zeros(out.shape) for _ in task.problem.pattern.segment_lengths)
     for step, (part, _) in zip(plan.steps, parts):
@@ -204,15 +228,8 @@ def _own_outputs(task: Task, plan: Plan, parts: Parts, out: torch.Tensor) -> tup
 
 
 def strided_backward(
-    task: Task,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    kept: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, kept: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv): each piece under the LSE and output of the whole, or its branch's own output if detached."""
     plan = plan_of(task, q, k, v)
     branches = len(task.problem.pattern.segment_lengths) if task.detached and kept else 0
@@ -225,17 +242,8 @@ def strided_backward(
     for step, part_lse in zip(plan.steps, lses):
         whole = step.out.of(own[step.piece.branch] if own else out)
         parts.append(step.backward(step.q.of(q), step.k.of(k), step.v.of(v), whole, part_lse, step.out.of(dout)))
-    return _added(plan, parts, q, k, v) if plan.fused is None else plan.fused.added(parts, q, k, v)
-
-
-def _laid_out(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return the array with the strides of a new array: `contiguous` may leave any stride on an axis of 1."""
-    return x if x.stride() == strides else x.new_empty(x.shape).copy_(x)
-
-
-def _added(
-    plan: Plan, parts: Parts, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if plan.fused is not None:
+        return plan.fused.added(parts, q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     totals = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
     for step, part in zip(plan.steps, parts):
@@ -245,7 +253,58 @@ def _added(
     return dq, dk, dv
 
 
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the array with the strides of a new array: `contiguous` may leave any stride on an axis of 1."""
+    return x if x.stride() == strides else x.new_empty(x.shape).copy_(x)
+
+
 ENGINES = {
-    "gathered": Engine(gathered_forward, gathered_backward),
-    "strided": Engine(strided_forward, strided_backward),
+    "gathered": DilatedEngine(gathered_forward, gathered_backward),
+    "strided": DilatedEngine(strided_forward, strided_backward),
 }
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, engine: DilatedEngine, task: Task) -> tuple[Any, ...]:
+    """Return the output and LSE of the whole, under which the backward pass runs every piece, and what it keeps."""
+    out, lse, kept = engine.forward(task, q, k, v, True)
+    return out, lse, *kept
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    *arrays, ctx.engine, ctx.task = inputs
+    ctx.save_for_backward(*arrays, *outputs)
+    ctx.mark_non_differentiable(*outputs[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    return *once(partial(_gradients, ctx.engine, ctx.task), dout, dlse, *ctx.saved_tensors), None, None
+
+
+def _gradients(
+    engine: DilatedEngine, task: Task, dout: Tensor | None, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    def under_whole(*arrays: Tensor) -> tuple[Any, Any, Any]:
+        return engine.backward(task, *arrays, ())  # under a given output and LSE, which is not a mixing weight
+
+    return of_both(
+        lambda dout: engine.backward(task, q, k, v, out, lse, dout.contiguous(), kept),
+        lambda dlse: through_lse(under_whole, "bshd", q, k, v, out, lse, dlse.transpose(1, 2)),
+        dout,
+        dlse,
+    )
+
+
+_DILATED = Operation(_forward, _keep, _backward)
+
+
+def dilated(q: Tensor, k: Tensor, v: Tensor, engine: str, task: Task) -> tuple[Tensor, Tensor]:
+    """Compute (out [b, s, h, d], lse [b, h, s]) of arrays in layout bshd, by the engine of that name."""
+    q, k, v = readable(q), readable(k), readable(v)
+    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if recorded or torch._C._are_functorch_transforms_active():  # vmap needs the operation's own rule
+        out, lse, *_ = _DILATED(q, k, v, ENGINES[engine], task)
+    else:
+        out, lse, _ = ENGINES[engine].forward(task, q, k, v, False)
+    return out, lse.transpose(1, 2)

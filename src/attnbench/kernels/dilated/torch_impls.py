@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels.dilated.pieces import Task, needs_dilated, problem_of
+from attnbench.kernels.dilated.pieces import Task, needs_dilated, problem_of, readable
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
@@ -38,7 +38,9 @@ class DilatedTorch(Implementation):
         """Read the workload as a task; raise UsageError for unknown options."""
         unknown = set(config) - {"kernel", "merge", "diagonal"}
         if unknown:
-            raise UsageError(f"{self.name} takes kernel, merge and diagonal, not {', '.join(sorted(unknown))}.")
+            raise UsageError(
+                f"{self.name} has no setting {', '.join(sorted(unknown))}; its settings are kernel, merge and diagonal."
+            )
         return Task(problem_of(workload), workload.softmax_scale)._replace(**config)
 
     def build(self, workload: Workload, config: Config) -> Call:
@@ -46,7 +48,7 @@ class DilatedTorch(Implementation):
         return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        from attnbench.kernels.dilated.torch_function import dilated
+        from attnbench.kernels.dilated.torch_engines import dilated
 
         task = self.task(workload, config)
 
@@ -61,7 +63,6 @@ class DilatedTorch(Implementation):
         import torch
 
         from attnbench.kernels.dilated.torch_engines import ENGINES
-        from attnbench.kernels.dilated.torch_pieces import readable
 
         task, engine = self.task(workload, config), ENGINES[self.engine]
 

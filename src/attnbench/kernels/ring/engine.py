@@ -2,7 +2,7 @@
 
 Results are merged and gradients summed in float32 (float64 for float64). K and V of the next step are on their way
 while this step is computed; sums of dK and dV follow one step behind, hidden by the computation of the next. A
-transport posts messages and returns at once; the computation then runs until what arrives is needed.
+transport posts messages and returns at once; the computation then runs until what arrives is needed. Imports torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from attnbench.frameworks.torch.programs import synchronize
 from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, nothing_yet
-from attnbench.kernels.ring.schedule import Problem
-from attnbench.kernels.ring.work import Pair, Sums, Work
-
-if TYPE_CHECKING:
-    import torch
+from attnbench.kernels.ring.schedule import RingProblem
+from attnbench.kernels.ring.work import Grads, Pair, RankWork, Sums
 
 
 class Spans:
@@ -47,38 +48,24 @@ Arrival = Callable[[], Pair]
 """Function that blocks until the pair has arrived."""
 
 
-class Transport(Protocol):
-    """One rank's links to its neighbours."""
-
-    def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
-        """Send K and V on; return the arrival of those of rank `coming`, which has `length` tokens."""
-        ...
-
-    def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
-        """Send the sums of dK and dV of rank `owner` on; return the arrival of the sums for `length` other tokens."""
-        ...
-
-
 class GroupTransport:
-    """Point-to-point messages of torch.distributed, all of a step posted together."""
+    """Links of one rank to its neighbours: messages of torch.distributed, all of a step posted together."""
 
     def __init__(self, group: Any) -> None:
-        import torch.distributed as dist
-
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         around = [(rank + 1) % world, (rank - 1) % world]
         self._group = group
-        self._next, self._before = around if group is None else [dist.get_global_rank(group, one) for one in around]
+        self._next, self._before = around if group is None else [dist.get_global_rank(group, rank) for rank in around]
 
     def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
+        """Send K and V on; return the arrival of those of rank `coming`, which has `length` tokens."""
         return self._pass_on(pair, length)
 
     def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
+        """Send the sums of dK and dV of rank `owner` on; return the arrival of the sums for `length` other tokens."""
         return self._pass_on(pair, length)
 
     def _pass_on(self, pair: Pair, length: int) -> Arrival:
-        import torch.distributed as dist
-
         sent = [array.contiguous() for array in pair]
         first, second = (array.new_empty(array.shape[0], length, *array.shape[2:]) for array in pair)
         # A rank without tokens sends nothing, and its neighbour knows it.
@@ -86,7 +73,7 @@ class GroupTransport:
         posts += [dist.P2POp(dist.irecv, array, self._before, self._group) for array in (first, second) if length]
         works = dist.batch_isend_irecv(posts) if posts else []
 
-        def arrive() -> tuple[torch.Tensor, torch.Tensor]:
+        def arrive() -> tuple[Tensor, Tensor]:
             for work in works:
                 work.wait()
             sent.clear()
@@ -95,22 +82,23 @@ class GroupTransport:
         return arrive
 
 
-def transport_of(problem: Problem, group: Any) -> Any:
+def transport_of(problem: RingProblem, group: Any) -> Any:
     """Return the transport over a process group, or None for one rank, which never sends."""
     return GroupTransport(group) if problem.world > 1 else None
 
 
 class VirtualTransport:
-    """Transport between ranks that one process computes in turn: arrivals are copies from the rank that holds them.
+    """Links between ranks that one process computes in turn: arrivals are copies from the rank that holds them.
 
     A rank thereby takes the memory that it would take on a device of its own; the time of a link is not modelled.
     """
 
-    def __init__(self, held: Sequence[Pair], sums: list[Pair | None] | None = None) -> None:
-        self._held, self._sums = held, sums
+    def __init__(self, pairs: Sequence[Pair], sums: list[Pair | None] | None = None) -> None:
+        self._pairs, self._sums = pairs, sums
 
     def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
-        k, v = self._held[coming]
+        """Return the arrival of copies of K and V of rank `coming`."""
+        k, v = self._pairs[coming]
         copies = k.clone(), v.clone()
         return lambda: copies
 
@@ -123,16 +111,19 @@ class VirtualTransport:
         return lambda: (first, second)
 
 
-class Engine:
+Transport = GroupTransport | VirtualTransport
+
+
+class RingEngine:
     """Forward and backward pass of one rank. Shards are bshd; the LSE is [b, h, tokens]."""
 
-    def __init__(self, problem: Problem, rank: int, work: Work) -> None:
+    def __init__(self, problem: RingProblem, rank: int, work: RankWork) -> None:
         self.problem, self.rank, self.work = problem, rank, work
         self._lengths = problem.kv_sizes()
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, transport: Transport, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, ...]:
+        self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, spans: Spans | None = None
+    ) -> tuple[Tensor, ...]:
         """Return (out, lse) of the rank's queries over all keys of the ring; then each channel's output if several."""
         spans, pair = spans or Spans(None), (k, v)
         sums = [nothing_yet((*q.shape[:3], v.shape[-1]), q.dtype, q.device) for _ in range(self.work.channels)]
@@ -144,61 +135,56 @@ class Engine:
                 with spans.timed("waiting"):
                     pair = coming()
         out, lse = _mixed(sums)
-        own = [one.to(q.dtype) for one, _ in sums] if len(sums) > 1 else []
+        own = [channel.to(q.dtype) for channel, _ in sums] if len(sums) > 1 else []
         return out.to(q.dtype), lse, *own
 
     def backward(
-        self,
-        inputs: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        dout: torch.Tensor,
-        transport: Transport,
+        self, inputs: Sequence[Tensor], results: Sequence[Tensor], dout: Tensor, transport: Transport,
         spans: Spans | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Grads:  # fmt: skip
         """Return (dq, dk, dv) of the rank's own tokens; `inputs` are q, k, v, and `results` those of `forward`."""
         (q, k, v), (out, lse, *own) = inputs, results
-        spans, pair, sums, whole = spans or Spans(None), (k, v), None, (tuple(own) or (out,), lse, dout)
-        dq, mine = _wide_zeros(q), (k, v)
+        spans, pair, coming_sums = spans or Spans(None), (k, v), None
+        whole = tuple(own) or (out,), lse, dout
+        dq, pair_sums = _wide_zeros(q), (k, v)
         for turn in range(self.problem.world):
             coming = self._post_keys(turn, pair, transport)
             with spans.timed("compute"):
-                mine = _wide_zeros(pair[0]), _wide_zeros(pair[1])
-                self.work.differentiate(turn, q, pair, whole, (dq, *mine))
-            if sums is not None:
+                pair_sums = _wide_zeros(pair[0]), _wide_zeros(pair[1])
+                self.work.differentiate(turn, q, pair, whole, (dq, *pair_sums))
+            if coming_sums is not None:
                 with spans.timed("waiting"):
-                    arrived = sums()
+                    arrived = coming_sums()
                 with spans.timed("compute"):
-                    mine = mine[0].add_(arrived[0]), mine[1].add_(arrived[1])
-            sums = self._post_sums(turn, mine, transport)
+                    pair_sums = pair_sums[0].add_(arrived[0]), pair_sums[1].add_(arrived[1])
+            coming_sums = self._post_sums(turn, pair_sums, transport)
             if coming is not None:
                 with spans.timed("waiting"):
                     pair = coming()
-        if sums is not None:
+        if coming_sums is not None:
             with spans.timed("waiting"):
-                mine = sums()
-        return dq.to(q.dtype), mine[0].to(k.dtype), mine[1].to(v.dtype)
+                pair_sums = coming_sums()
+        return dq.to(q.dtype), pair_sums[0].to(k.dtype), pair_sums[1].to(v.dtype)
 
-    def under_whole(self, transport: Transport) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def under_whole(self, transport: Transport) -> Callable[..., Grads]:
         """Return a backward `(q, k, v, out, lse, dout) -> (dq, dk, dv)` with one output and LSE for all channels."""
 
-        def backward(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Grads:
             own = (out,) * self.work.channels if self.work.channels > 1 else ()
             return self.backward((q, k, v), (out, lse, *own), dout, transport)
 
         return backward
 
-    def rotate(self, k: torch.Tensor, v: torch.Tensor, transport: Transport, gradients: bool) -> None:
+    def rotate(self, k: Tensor, v: Tensor, transport: Transport, gradients: bool) -> None:
         """Run all the communication of a pass and nothing else, to time it by itself."""
-        pair, mine = (k, v), (_wide_zeros(k), _wide_zeros(v))
+        pair, pair_sums = (k, v), (_wide_zeros(k), _wide_zeros(v))
         for turn in range(self.problem.world):
             coming = self._post_keys(turn, pair, transport)
-            sums = self._post_sums(turn, mine, transport) if gradients else None
+            coming_sums = self._post_sums(turn, pair_sums, transport) if gradients else None
             if coming is not None:
                 pair = coming()
-            if sums is not None:
-                mine = sums()
+            if coming_sums is not None:
+                pair_sums = coming_sums()
 
     def _source(self, turn: int) -> int:
         """Return the rank whose keys are here at a turn; after the last turn it is this rank again."""
@@ -210,30 +196,24 @@ class Engine:
         source = self._source(turn + 1)
         return transport.keys(pair, source, self._lengths[source])
 
-    def _post_sums(self, turn: int, mine: Pair, transport: Transport) -> Arrival | None:
+    def _post_sums(self, turn: int, pair_sums: Pair, transport: Transport) -> Arrival | None:
         if self.problem.world == 1:
             return None
-        return transport.gradients(mine, self._source(turn), self._lengths[self._source(turn + 1)])
+        return transport.gradients(pair_sums, self._source(turn), self._lengths[self._source(turn + 1)])
 
 
-def _mixed(sums: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+def _mixed(sums: Sums) -> tuple[Tensor, Tensor]:
     """Mix channels by their softmax denominators; return (out, lse)."""
-
-    import torch
-
     if len(sums) == 1:
         return sums[0]
-    lse = torch.logsumexp(torch.stack([one for _, one in sums]), 0)
+    lse = torch.logsumexp(torch.stack([channel_lse for _, channel_lse in sums]), 0)
     base = lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)
-    weights = [torch.exp(one - base).transpose(1, 2).unsqueeze(-1) for _, one in sums]
+    weights = [torch.exp(channel_lse - base).transpose(1, 2).unsqueeze(-1) for _, channel_lse in sums]
     out = torch.zeros_like(sums[0][0])
-    for (one, _), weight in zip(sums, weights):
-        out.addcmul_(one, weight)
+    for (channel, _), weight in zip(sums, weights):
+        out.addcmul_(channel, weight)
     return out, lse
 
 
-def _wide_zeros(array: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    wide = torch.promote_types(array.dtype, torch.float32)
-    return torch.zeros(array.shape, dtype=wide, device=array.device)
+def _wide_zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

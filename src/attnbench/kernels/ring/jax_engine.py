@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward, merge_parts, no_parts
-from attnbench.kernels.ring.schedule import Problem
+from attnbench.kernels.ring.schedule import RingProblem
 from attnbench.spec import Array
 
 EMPTY = 1 << 30
@@ -82,7 +82,7 @@ Meet = Callable[[Any, Any, Any], Any]
 
 
 class Travel:
-    """A ring: keys that are here are computed with while the next keys are on their way.
+    """A ring: while the present keys are computed with, the next keys are on their way.
 
     `meet(state, pair, source)` computes with the keys and values of device `source`; in the backward pass it returns
     the new state and the gradients of that pair, which are brought home.
@@ -155,7 +155,7 @@ class Gather:
         def turn(n: Any, carry: Any) -> Any:
             state, sums = carry
             state, grads = meet(state, _part(parts, n), n)
-            return state, tree.tree_map(lambda all_, one: all_.at[n].set(one), sums, grads)
+            return state, tree.tree_map(lambda total, part: total.at[n].set(part), sums, grads)
 
         state, sums = jax.lax.fori_loop(0, self._world, turn, (state, sums))
         return state, tree.tree_map(lambda x: jax.lax.psum_scatter(x, AXIS, scatter_dimension=0), sums)
@@ -175,7 +175,7 @@ def _part(parts: Any, n: Any) -> Any:
 class Sharded:
     """One problem over one mesh."""
 
-    def __init__(self, problem: Problem, rule: Rule, mesh: Any, movement: Travel | Gather) -> None:
+    def __init__(self, problem: RingProblem, rule: Rule, mesh: Any, movement: Travel | Gather) -> None:
         problem.check()
         self.problem, self.mesh, self._rule, self._movement = problem, mesh, rule, movement
         self.q_slots = Slots(problem.layout, problem.q_len, problem.world)
@@ -224,12 +224,18 @@ class Sharded:
         queries = self._runs(q, self.q_slots)
 
         def meet(state: Any, pair: Any, source: Any) -> Any:
-            def block(kept: Any, n: int, keys: Any, seen: Any) -> Any:
-                part = block_forward(queries[n], keys[0], keys[1], seen, self._rule)
-                return merge_parts(kept[0], kept[1], *part)
+            def block(n: int, m: int, kept: Any, seen: Any) -> Any:
+                k, v = keys[m]
+                (out, lse), part = kept, block_forward(queries[n], k, v, seen, self._rule)
+                return merge_parts(out, lse, *part)
 
-            keys = [self._runs(x, self.kv_slots) for x in pair]
-            return [self._fold(kept, n, list(zip(*keys)), source, block) for n, kept in enumerate(state)]
+            keys = list(zip(*(self._runs(x, self.kv_slots) for x in pair)))
+            merged = []
+            for n, kept in enumerate(state):
+                for m in range(len(keys)):
+                    kept = self._if_seen(n, source, m, block, kept)
+                merged.append(kept)
+            return merged
 
         state = self._movement.forward(meet, [no_parts(part, v) for part in queries], (k, v))
         out, lse = zip(*state)
@@ -246,42 +252,36 @@ class Sharded:
         wide = lse.dtype
 
         def meet(state: Any, pair: Any, source: Any) -> Any:
+            def block(n: int, m: int, kept: Any, seen: Any) -> Any:
+                k, v = keys[m]
+                parts = block_backward(queries[n], k, v, (outs[n], rows[n], douts[n]), seen, self._rule)
+                return tuple(total + part for total, part in zip(kept, parts))
+
             keys = list(zip(*(self._runs(x, self.kv_slots) for x in pair)))
-            grads = [tuple(jnp.zeros(x.shape, wide) for x in one) for one in keys]
-            new = []
+            grads = [[jnp.zeros(x.shape, wide) for x in key_run] for key_run in keys]
+            dqs = []
             for n, dq in enumerate(state):
-                for m, one in enumerate(keys):
-
-                    def block(kept: Any, n: int, keys: Any, seen: Any) -> Any:
-                        whole = (outs[n], rows[n], douts[n])
-                        found = block_backward(queries[n], keys[0], keys[1], whole, seen, self._rule)
-                        return tuple(a + b for a, b in zip(kept, found))
-
-                    dq, *mine = self._fold((dq, *grads[m]), n, [one], source, block, m)
-                    grads[m] = tuple(mine)
-                new.append(dq)
-            return new, tuple(jnp.concatenate(one, 1) for one in zip(*grads))
+                for m in range(len(keys)):
+                    dq, *grads[m] = self._if_seen(n, source, m, block, (dq, *grads[m]))
+                dqs.append(dq)
+            return dqs, tuple(jnp.concatenate(of_runs, 1) for of_runs in zip(*grads))
 
         zeros = [jnp.zeros(part.shape, wide) for part in queries]
         home = tuple(jnp.zeros(x.shape, wide) for x in (k, v))
         state, (dk, dv) = self._movement.backward(meet, zeros, (k, v), home)
         return jnp.concatenate(state, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _fold(self, kept: Any, n: int, keys: Any, source: Any, block: Any, first: int = 0) -> Any:
-        """Return `kept` after query run n has met these key runs of a device; hidden runs are not computed."""
+    def _if_seen(self, n: int, source: Any, m: int, block: Callable[..., Any], kept: Any) -> Any:
+        """Return `block(n, m, kept, seen)` for query run n and key run m of a device, or `kept` if all is hidden."""
         import jax
 
-        for m, one in enumerate(keys, first):
-            seen, any_seen = self._seen(n, source, m)
-            if any_seen is None:
-                kept = block(kept, n, one, seen)
-            else:
-                kept = jax.lax.cond(any_seen, lambda x, one=one, seen=seen: block(x, n, one, seen), lambda x: x, kept)
-        return kept
+        seen, any_seen = self._seen(n, source, m)
+        if any_seen is None:
+            return block(n, m, kept, seen)
+        return jax.lax.cond(any_seen, lambda kept: block(n, m, kept, seen), lambda kept: kept, kept)
 
     def _seen(self, n: int, source: Any, m: int) -> tuple[Any, Any]:
         """Return the visible pairs of query run n and key run m of a device, and whether any is; None, None if all."""
-
         import jax
         import jax.numpy as jnp
 

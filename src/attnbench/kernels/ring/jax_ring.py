@@ -11,13 +11,19 @@ from typing import Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
-from attnbench.frameworks.jax.framework import JaxFramework, import_jax, precision_of
-from attnbench.frameworks.jax.programs import Compiler
+from attnbench.frameworks.jax.framework import Compiler, JaxFramework, import_jax, precision_of
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
 from attnbench.kernels.ring.jax_engine import AXIS, Gather, Sharded, Travel
-from attnbench.kernels.ring.schedule import check_layout, pairs
-from attnbench.kernels.ring.settings import BY_NAME_ONLY, balance, needs_dense_mask, problem_of, shard_bytes
+from attnbench.kernels.ring.schedule import (
+    BY_NAME_ONLY,
+    balance,
+    check_layout,
+    needs_dense_mask,
+    pairs,
+    problem_of,
+    shard_bytes,
+)
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Pass, Ranks, Workload
 
 FORCE = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
@@ -58,7 +64,7 @@ class MeshCall:
         return (out, sharded.q_slots.gathered(lse, axis=2).astype("float32")) if self._with_lse else out
 
 
-ONE_PROGRAM = "XLA makes one program of computation and communication: their times cannot be told apart"
+ONE_PROGRAM = "XLA compiles computation and communication into one program, so their times are not known"
 
 
 class MeshApparatus(JaxFramework):
@@ -74,8 +80,8 @@ class MeshApparatus(JaxFramework):
             return Programs(Program(run=lambda x: (_whole(call, x),)), 0)
         with precision_of(example.q.dtype):
             placed = call.place(example)
-        inner = Compiler(import_jax(), call.on(example.q).call(), placed, precision_of).programs(pass_)
-        parts = {name: self._timed(call, one, name) for name, one in inner.parts.items()}
+        inner = Compiler(call.on(example.q).call(), placed).programs(pass_)
+        parts = {name: self._timed(call, part, name) for name, part in inner.parts.items()}
         main = self._timed(call, inner.main, pass_)
         self._calls[id(main)], self._temp[id(main)] = call, inner.temp_bytes
         return Programs(main, inner.compile_ns, parts, inner.temp_bytes)
@@ -104,24 +110,24 @@ class MeshApparatus(JaxFramework):
 
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         if temp_bytes is None:
-            return Peak(None, "the compiler did not say how much scratch memory the program needs")
+            return Peak(None, "the compiler does not report how much temporary memory the program needs")
         world = self._calls[id(program)].on(inputs.q).problem.world
         results = sum(leaf.nbytes for leaf in program.run(program.prepare(inputs)))
         return Peak(temp_bytes + results // world, method=f"xla compiled temp + outputs, of one of {world} devices")
 
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
         call = self._calls[id(program)]
-        one = call.on(inputs.q)
-        peak, work = self.peak(program, inputs, device, self._temp[id(program)]), pairs(one.problem)
+        sharded = call.on(inputs.q)
+        peak, work = self.peak(program, inputs, device, self._temp[id(program)]), pairs(sharded.problem)
         return Ranks(
-            world=one.problem.world,
+            world=sharded.problem.world,
             how="devices of one process",
-            layout=one.problem.layout,
-            devices=1 if device == "cpu" else one.problem.world,
-            tokens=one.problem.q_sizes(),
+            layout=sharded.problem.layout,
+            devices=1 if device == "cpu" else sharded.problem.world,
+            tokens=sharded.problem.q_sizes(),
             pairs=work,
-            shard_bytes=shard_bytes(call.workload, one.problem),
-            peak_bytes=None if peak.bytes is None else (peak.bytes,) * one.problem.world,
+            shard_bytes=shard_bytes(call.workload, sharded.problem),
+            peak_bytes=None if peak.bytes is None else (peak.bytes,) * sharded.problem.world,
             balance=balance(work),
             reason=ONE_PROGRAM,
         )
@@ -167,8 +173,8 @@ class OverMesh(Implementation):
 
     def available(self, environment: Environment) -> str | None:
         count = environment.devices
-        hint = f"; a CPU can be made several: {FORCE}" if environment.device == "cpu" else ""
-        return f"needs two or more devices in one process, this one has {count}{hint}" if count < 2 else None
+        hint = f"; on a CPU, {FORCE} simulates several" if environment.device == "cpu" else ""
+        return f"needs at least two devices in one process, not {count}{hint}" if count < 2 else None
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
@@ -191,11 +197,16 @@ class OverMesh(Implementation):
         rule = Rule(workload.softmax_scale, workload.softcap)
 
         def make(kind: str) -> Sharded:
-            found = _devices(kind)
-            world = asked or len(found)
-            if world > len(found):
-                raise UsageError(f"world {world} is more than the {len(found)} devices of this process.")
-            return Sharded(problem_of(workload, world, layout), rule, mesh_of(found[:world]), self._movement(world))
+            try:
+                devices = import_jax().devices(kind)
+            except RuntimeError:  # JAX has no devices of this kind
+                devices = []
+            world = asked or len(devices)
+            if world > len(devices):
+                raise UsageError(
+                    f"world {world} is more than the {len(devices)} devices of this process; world=0 takes all."
+                )
+            return Sharded(problem_of(workload, world, layout), rule, mesh_of(devices[:world]), self._movement(world))
 
         return MeshCall(workload, make, with_lse)
 
@@ -205,15 +216,8 @@ class OverMesh(Implementation):
         layout, world = str(settings["layout"]), settings["world"]
         check_layout(layout)
         if not isinstance(world, int) or world < 0:
-            raise UsageError(f"world must be a whole number, 0 for every device, not {world!r}.")
+            raise UsageError(f"world must be a whole number (0 means every device), not {world!r}.")
         return world, layout
-
-
-def _devices(kind: str) -> list[Any]:
-    try:
-        return import_jax().devices(kind)
-    except RuntimeError:
-        return []
 
 
 def mesh_of(devices: list[Any]) -> Any:

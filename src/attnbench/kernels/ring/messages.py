@@ -1,25 +1,26 @@
-"""Messages between the driver of a ring and its rank processes: a message, then the arrays that it announces."""
+"""Messages between the driver of a ring and its rank processes: a message, then the arrays that it announces.
+
+This module imports torch.
+"""
 
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from msgspec import Struct
+from torch import Tensor
 
-from attnbench.kernels.ring.schedule import Problem
+from attnbench.kernels.ring.schedule import RingProblem
 from attnbench.spec import Pass, Workload
 
-if TYPE_CHECKING:
-    import torch
 
-
-class Open(Struct, tag="open"):
+class OpenProblem(Struct, tag="open"):
     """Plan a problem and choose its kernels; later messages refer to it by the number."""
 
     number: int
-    problem: Problem
+    problem: RingProblem
     shape: Workload
     inner: str
     method: str = "ring"
@@ -51,7 +52,7 @@ class Inspect(Struct, tag="inspect"):
     pass_: Pass
 
 
-Question = Open | Forward | Backward | Forget | Inspect
+Question = OpenProblem | Forward | Backward | Forget | Inspect
 
 
 class Ready(Struct, tag="ready"):
@@ -104,23 +105,18 @@ _encode = msgspec.msgpack.Encoder().encode
 _open_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
 
-def post(connection: Connection, message: Question | Answer, arrays: tuple[torch.Tensor, ...] = ()) -> None:
+def post(connection: Connection, message: Question | Answer, arrays: tuple[Tensor, ...] = ()) -> None:
     """Send a message and its arrays, from any device."""
-    import torch
-
     plain = [array.detach().cpu().contiguous() for array in arrays]
-    told = [(str(array.dtype).rpartition(".")[2], tuple(array.shape)) for array in plain]
-    connection.send_bytes(_encode(Envelope(_encode(message), told)))
+    forms = [(str(array.dtype).rpartition(".")[2], tuple(array.shape)) for array in plain]
+    connection.send_bytes(_encode(Envelope(_encode(message), forms)))
     for array in plain:
         if array.numel():
             connection.send_bytes(array.view(-1).view(torch.uint8).numpy().data)
 
 
-def fetch(connection: Connection) -> tuple[bytes, list[torch.Tensor]]:
+def fetch(connection: Connection) -> tuple[bytes, list[Tensor]]:
     """Receive the next message, still encoded, and its arrays on the CPU."""
-
-    import torch
-
     envelope = _open_envelope(connection.recv_bytes())
     arrays = []
     for dtype, shape in envelope.arrays:

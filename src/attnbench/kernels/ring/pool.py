@@ -3,7 +3,7 @@
 `RankProcesses` starts rank processes on this machine; they are shared by all cells of the same size and replaced when
 they fail. If one rank dies, hangs or raises, the others would wait for it for ever, so every answer has a deadline, and
 after a failure all ranks are ended. `GroupRanks` is a group that torchrun started: rank 0 asks, the others serve, with
-the same messages, so that a cell under torchrun is built, verified, timed and recorded like any other.
+the same messages, so that a cell under torchrun is built, verified, timed and recorded like any other. Imports torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
 
 from attnbench.errors import Unsupported, UsageError
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.rank import Rank, broke
 
-if TYPE_CHECKING:
-    import torch
-
+Asked = Sequence[tuple[m.Question, tuple[Tensor, ...]]]
+"""A question to each rank, with its arrays."""
 LAST = None
 """Scattered to the ranks of a group when there are no more questions."""
 GRACE_S = 2.0
-"""Wait for the other answers after a failure, to tell the rank that failed from those that waited for it."""
+"""Seconds to wait for more answers after a failure, to distinguish the failed rank from ranks that waited for it."""
 START_S = 60.0
-"""Time for a fresh process to import torch on a busy machine."""
+"""Seconds that a new process may take to import torch on a busy machine."""
 
 
 class RankFailed(RuntimeError):
@@ -48,7 +50,7 @@ class Reply(NamedTuple):
     """Answer of a rank, with its arrays."""
 
     answer: m.Answer
-    arrays: list[torch.Tensor]
+    arrays: list[Tensor]
 
 
 class RankProcesses:
@@ -60,8 +62,10 @@ class RankProcesses:
         self._log = Path(self._folder, "stderr").open("w+b")  # noqa: SIM115 (lives as long as the ranks)
         control, theirs = socket.socketpair()
         ends = [socket.socketpair() for _ in range(world)]
-        for ours, _ in ends:
-            _never_block(ours, timeout_s + GRACE_S)
+        limit = struct.pack("ll", int(timeout_s + GRACE_S), 0)
+        for ours, _ in ends:  # a stopped rank reads nothing: no message to it may block for ever
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         numbers = [theirs.fileno(), *(end.fileno() for _, end in ends)]
         facts = [str(world), device, str(max(1, threads // world)), str(timeout_s), f"{self._folder}/store"]
         self._process = subprocess.Popen(
@@ -80,9 +84,7 @@ class RankProcesses:
         self.alive, self._fresh = True, True
         atexit.register(self.close)
 
-    def ask(
-        self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
-    ) -> list[Reply]:
+    def ask(self, questions: Asked, patience: float = 1.0) -> list[Reply]:
         """Send one question to each rank and return one answer from each, within `patience` timeouts.
 
         Raise RankFailed, Unsupported or MemoryError if a rank does not answer or raised.
@@ -96,10 +98,10 @@ class RankProcesses:
             except BlockingIOError:
                 failed[rank] = "hung"
         replies = self._collect(failed, patience * self._timeout_s)
-        broken = {rank: one.answer for rank, one in replies.items() if isinstance(one.answer, m.Broke)}
+        broken = {rank: reply.answer for rank, reply in replies.items() if isinstance(reply.answer, m.Broke)}
         if not failed and not broken:
             return [replies[rank] for rank in range(self.world)]
-        if not failed and all(one.kind == "unsupported" for one in broken.values()):
+        if not failed and all(error.kind == "unsupported" for error in broken.values()):
             raise Unsupported(next(iter(broken.values())).reason)
         raise self._failure(failed, broken)
 
@@ -109,7 +111,7 @@ class RankProcesses:
         deadline = time.monotonic() + limit_s + GRACE_S + (START_S if self._fresh else 0.0)
         waiting = {self._connections[rank]: rank for rank in range(self.world) if rank not in failed}
         while waiting:
-            if failed or any(isinstance(one.answer, m.Broke) for one in replies.values()):
+            if failed or any(isinstance(reply.answer, m.Broke) for reply in replies.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -131,7 +133,7 @@ class RankProcesses:
         dead, silent = ([rank for rank, how in failed.items() if how == kind] for kind in ("died", "hung"))
         # A rank that complains of another one did not raise by itself.
         lost = ("closed by peer", "Timed out", "timed out")
-        own = [rank for rank, one in broken.items() if not any(words in one.reason for words in lost)]
+        own = [rank for rank, error in broken.items() if not any(words in error.reason for words in lost)]
         culprit = None
         if dead:
             what = f"{_ranks(dead)} of {self.world} {self._ends(dead)}"
@@ -141,8 +143,9 @@ class RankProcesses:
             what = f"rank {first} of {self.world} raised {culprit.reason}"
         else:
             what = f"{_ranks(silent)} of {self.world} gave no answer within {self._timeout_s:g} s"
-        details = [f"rank {rank}: {one.reason}\n{one.detail}" for rank, one in broken.items()]
-        log = self._tail()
+        details = [f"rank {rank}: {error.reason}\n{error.detail}" for rank, error in broken.items()]
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 2000))
+        log = self._log.read().decode(errors="replace")
         self.close()
         text = "\n".join([what, *details, log]).strip()
         return MemoryError(text) if culprit is not None and culprit.kind == "out_of_memory" else RankFailed(text)
@@ -160,8 +163,8 @@ class RankProcesses:
     @property
     def pids(self) -> list[int]:
         """Process id of each rank, once the ranks are up."""
-        found = self._reported("pid")
-        return [found[rank] for rank in sorted(found)]
+        pids = self._reported("pid")
+        return [pids[rank] for rank in sorted(pids)]
 
     def _reported(self, what: str) -> dict[int, int]:
         """Return, by rank, the numbers that were reported so far under a word: "pid" or "end"."""
@@ -170,11 +173,6 @@ class RankProcesses:
                 self._received += chunk.decode()
         whole = self._received.rpartition("\n")[0].splitlines()
         return {int(rank): int(number) for word, rank, number in map(str.split, whole) if word == what}
-
-    def _tail(self) -> str:
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 2000))
-        return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
         """End every rank at once, and only processes that this ring started."""
@@ -194,13 +192,6 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _never_block(end: socket.socket, seconds: float) -> None:
-    """Set a time limit on sending and receiving: a stopped rank reads nothing."""
-    limit = struct.pack("ll", int(seconds), 0)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
 def _environment() -> dict[str, str]:
     variables = dict(os.environ)
     root = str(Path(__file__).parents[3])
@@ -214,17 +205,10 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-def started_by_torchrun() -> bool:
-    """Return whether this process is one of a group that torchrun started."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 class GroupRanks:
     """One process of torchrun's group: rank 0 asks, the others serve. If a rank dies, torchrun ends all of them."""
 
     def __init__(self, device: str, timeout_s: float) -> None:
-        import torch.distributed as dist
-
         limit = timedelta(seconds=timeout_s)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._mine = Rank(self.rank, self.world, device, None, timeout_s, None, int(os.environ.get("LOCAL_RANK", 0)))
@@ -232,9 +216,7 @@ class GroupRanks:
         self._messages: Any = dist.new_group(backend="gloo", timeout=limit)
         self.alive = True
 
-    def ask(
-        self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
-    ) -> list[Reply]:
+    def ask(self, questions: Asked, patience: float = 1.0) -> list[Reply]:
         """Send one question to each rank and return the answers; only on rank 0. Deadlines are the group's own."""
         del patience
         letters = [(question, [array.detach().cpu() for array in arrays]) for question, arrays in questions]
@@ -243,17 +225,17 @@ class GroupRanks:
         broken = {rank: reply.answer for rank, reply in enumerate(replies) if isinstance(reply.answer, m.Broke)}
         if not broken:
             return replies
-        if all(one.kind == "unsupported" for one in broken.values()):
+        if all(error.kind == "unsupported" for error in broken.values()):
             raise Unsupported(next(iter(broken.values())).reason)
         self.alive = False
-        rank, one = next(iter(broken.items()))
-        text = f"rank {rank} of {self.world} raised {one.reason}\n{one.detail}"
-        raise MemoryError(text) if one.kind == "out_of_memory" else RankFailed(text)
+        rank, error = next(iter(broken.items()))
+        text = f"rank {rank} of {self.world} raised {error.reason}\n{error.detail}"
+        raise MemoryError(text) if error.kind == "out_of_memory" else RankFailed(text)
 
     def of_size(self, world: int) -> GroupRanks:
         """Return this group; raise UsageError if it has another number of ranks, which torchrun decides."""
         if self.world != world:
-            raise UsageError(f"torchrun started {self.world} ranks, {world} were asked for: set world={self.world}.")
+            raise UsageError(f"torchrun started {self.world} ranks, but world is {world}: set world={self.world}.")
         return self
 
     def serve(self) -> None:
@@ -267,7 +249,7 @@ class GroupRanks:
             self.alive = False
             self._scatter([LAST] * self.world)
 
-    def _answer(self, question: m.Question, arrays: list[torch.Tensor]) -> Reply:
+    def _answer(self, question: m.Question, arrays: list[Tensor]) -> Reply:
         try:
             answer, results = self._mine.answer(question, arrays)
         except Exception as error:
@@ -275,39 +257,24 @@ class GroupRanks:
         return Reply(answer, [array.detach().cpu() for array in results])
 
     def _scatter(self, letters: list[Any] | None) -> Any:
-        import torch.distributed as dist
-
-        received: list[Any] = [None]
+        received = [None]
         dist.scatter_object_list(received, letters, src=0, group=self._messages)
         return received[0]
 
     def _gather(self, reply: Reply) -> list[Reply]:
-        import torch.distributed as dist
-
-        found: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(reply, found, dst=0, group=self._messages)
-        return found or []
+        replies: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(reply, replies, dst=0, group=self._messages)
+        return replies or []
 
 
-class RingOfRanks(Protocol):
-    """Ranks that can be asked, whether started here or by torchrun."""
-
-    world: int
-    alive: bool
-
-    def ask(
-        self, questions: Sequence[tuple[m.Question, tuple[torch.Tensor, ...]]], patience: float = 1.0
-    ) -> list[Reply]:
-        """Send one question to each rank and return one answer from each."""
-        ...
-
-
+RingOfRanks = RankProcesses | GroupRanks
+"""Ranks that can be asked, whether started here or by torchrun."""
 _rings: dict[tuple[int, str, int, float], RankProcesses] = {}
 _group: list[GroupRanks] = []
 
 
 def adopt(group: GroupRanks) -> None:
-    """Use the group that torchrun started as every ring of this process from now on."""
+    """Use the group that torchrun started for every ring of this process from now on."""
     _group[:] = [group]
 
 
@@ -328,7 +295,6 @@ def ring(world: int, device: str, threads: int, timeout_s: float) -> RingOfRanks
 
 def close_all() -> None:
     """End every ring of this process."""
-
     while _rings:
         _rings.popitem()[1].close()
     while _group:

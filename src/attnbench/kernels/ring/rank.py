@@ -2,102 +2,141 @@
 
 One process imports torch, forks the ranks (importing takes longer than starting) and then only waits for their ends,
 which it reports line by line over the control socket. A rank serves its driver until the driver closes the connection:
-it computes with a method, our ring or the one in torch, which takes shards and returns shards.
+it computes with a method, our ring or the one in torch, which takes shards and returns shards. Imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnbench import frameworks
 from attnbench.errors import AttnBenchError
 from attnbench.frameworks.base import Inputs, Peak, Program
 from attnbench.frameworks.torch.programs import accelerator_peak, cpu_peak, kernel_names, synchronize
 from attnbench.kernels.ring import messages as m
-from attnbench.kernels.ring.dilated_work import pattern_of, work_of
-from attnbench.kernels.ring.engine import Engine, Spans, transport_of
-from attnbench.kernels.ring.torch_own import TemplatedRing
-from attnbench.kernels.ring.work import Kernels
+from attnbench.kernels.ring.engine import RingEngine, Spans, transport_of
+from attnbench.kernels.ring.work import Grads, TileKernels, pattern_of, work_of
 from attnbench.processes import die_with_parent
 from attnbench.spec import Pass
 
-if TYPE_CHECKING:
-    import torch
+TIMED_PASSES = 3
+"""Passes that are timed in an inspection; the median is reported."""
+ROTATIONS: dict[Pass, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "train": (False, True)}
+"""Rounds of K and V in each pass: True if the sums of their gradients travel with them."""
+Arrays = Sequence[Tensor]
 
 
-Arrays = Sequence["torch.Tensor"]
-
-
-class Method(Protocol):
-    """One way to attend over a sharded sequence, as a rank sees it."""
-
-    @property
-    def used(self) -> Iterable[str]:
-        """Names of the kernels."""
-        ...
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return (out, lse) of the rank's own rows, then whatever else `backward` needs."""
-        ...
-
-    def backward(
-        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (dq, dk, dv) of the rank's own tokens."""
-        ...
-
-    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
-        """Run the communication alone; return False if it cannot be separated from the computation."""
-        ...
-
-
-class Ours:
+class OwnRing:
     """The engine of this package over one transport."""
 
-    def __init__(self, engine: Engine, transport: Any) -> None:
+    def __init__(self, engine: RingEngine, transport: Any) -> None:
         self.used = engine.work.kernels.used
+        """Names of the kernels."""
         self._engine, self._transport = engine, transport
 
     @classmethod
-    def open(cls, question: m.Open, rank: int, device: torch.device) -> Ours:
+    def open(cls, question: m.OpenProblem, rank: int, device: torch.device) -> OwnRing:
         """Open a problem in a rank process, over the default process group."""
-        problem, kernels = question.problem, Kernels(question.shape, question.inner, device)
+        problem, kernels = question.problem, TileKernels(question.shape, question.inner, device)
         work = work_of(problem, rank, kernels, pattern_of(question.shape))
         work.prepare(device)
-        return cls(Engine(problem, rank, work), transport_of(problem, None))
+        return cls(RingEngine(problem, rank, work), transport_of(problem, None))
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:
+        """Return (out, lse) of the rank's own rows, then whatever else `backward` needs."""
         return self._engine.forward(q, k, v, self._transport, spans)
 
-    def backward(
-        self, inputs: Arrays, results: Arrays, dout: torch.Tensor, spans: Spans | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: Arrays, results: Arrays, dout: Tensor, spans: Spans | None = None) -> Grads:
+        """Return (dq, dk, dv) of the rank's own tokens."""
         return self._engine.backward(inputs, results, dout, self._transport, spans)
 
-    def rotate(self, k: torch.Tensor, v: torch.Tensor, gradients: bool) -> bool:
+    def rotate(self, k: Tensor, v: Tensor, gradients: bool) -> bool:
+        """Run the communication alone; return False if it cannot be separated from the computation."""
         self._engine.rotate(k, v, self._transport, gradients)
         return True
 
 
-METHODS: dict[str, Callable[[m.Open, int, Any], Method]] = {
-    "ring": Ours.open,
+class TemplatedRing:
+    """The ring inside torch's own context parallelism, over gloo and the CPU's flash operators, bhsd inside.
+
+    It calls torch's private function, since the public `context_parallel` has CUDA kernels only.
+    """
+
+    used = ("_templated_ring_attention",)
+
+    def __init__(self, question: m.OpenProblem, rank: int, device: torch.device) -> None:
+        self._causal, self._scale = question.problem.causal, question.shape.softmax_scale
+        self._balance = question.problem.layout == "zigzag"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:
+        """Return (out, lse) of the rank's own rows."""
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with torch.no_grad(), _template(self._balance) as template:
+            out, lse, *_ = template._templated_ring_attention(
+                dist.group.WORLD, 2, op, *_swap(q, k, v), is_causal=self._causal, scale=self._scale
+            )
+        return out.transpose(1, 2).contiguous().to(q.dtype), lse.squeeze(-1).contiguous()
+
+    def backward(
+        self, inputs: Any, results: Any, dout: Tensor, spans: Spans | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the rank's own tokens."""
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+        def op(query: Any, key: Any, value: Any, **given: Any) -> Any:
+            whole = given["grad_out"], query, key, value, given["out"], given["logsumexp"], 0.0, given["is_causal"]
+            return operator(*whole, attn_mask=None, scale=self._scale)
+
+        out, lse, *_ = results
+        arrays = dict(zip(("query", "key", "value", "out", "grad_out"), _swap(*inputs, out, dout)))
+        with torch.no_grad(), _template(self._balance) as template:
+            dq, dk, dv, *_ = template._templated_ring_attention_backward(
+                dist.group.WORLD, 2, op, grad_out_name="grad_out", **arrays, logsumexp=lse, is_causal=self._causal
+            )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def rotate(self, k: Tensor, v: Tensor, gradients: bool) -> bool:
+        """Return False: torch does not separate its communication from its computation."""
+        return False
+
+
+def _swap(*arrays: Tensor) -> list[Tensor]:
+    return [array.transpose(1, 2).contiguous() for array in arrays]
+
+
+@contextlib.contextmanager
+def _template(balanced: bool) -> Iterator[Any]:
+    """Yield torch's private module with its global load-balancing option set; restore the option afterwards."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    options = _attention._cp_options
+    before, options.enable_load_balance = options.enable_load_balance, balanced
+    try:
+        yield _attention
+    finally:
+        options.enable_load_balance = before
+
+
+Method = OwnRing | TemplatedRing
+METHODS: dict[str, Callable[[m.OpenProblem, int, torch.device], Method]] = {
+    "ring": OwnRing.open,
     "templated": TemplatedRing,
 }
 
@@ -108,7 +147,7 @@ def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Progr
     def ahead(x: Inputs, spans: Spans | None = None) -> Any:
         return x, method.forward(x.q, x.k, x.v, spans)
 
-    def back(state: Any) -> tuple[torch.Tensor, ...]:
+    def back(state: Any) -> tuple[Tensor, ...]:
         x, results = state
         return method.backward((x.q, x.k, x.v), results, x.dout, spans)
 
@@ -121,36 +160,17 @@ def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Progr
 
 def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
     """Measure the extra memory at the peak of a rank's part."""
-    if device.type == "cpu":
-        return cpu_peak(program, inputs)
-    return accelerator_peak(program, inputs, str(device))
-
-
-PRELOADED = ("torch.distributed",)
-"""Modules that the parent imports before the ranks are forked."""
-TIMED_PASSES = 3
-"""Passes that are timed in an inspection; the median is reported."""
-ROTATIONS: dict[Pass, tuple[bool, ...]] = {"forward": (False,), "backward": (True,), "train": (False, True)}
-"""Journeys of K and V round the ring in each pass: True if the sums of their gradients travel with them."""
+    return cpu_peak(program, inputs) if device.type == "cpu" else accelerator_peak(program, inputs, str(device))
 
 
 class Rank:
     """One member of the ring."""
 
     def __init__(
-        self,
-        rank: int,
-        world: int,
-        device: str,
-        threads: int | None,
-        timeout_s: float,
-        store: str | None,
+        self, rank: int, world: int, device: str, threads: int | None, timeout_s: float, store: str | None,
         local_rank: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Join the process group: by the file `store`, or, if that is None, by the variables that torchrun sets."""
-        import torch
-        import torch.distributed as dist
-
         if threads is not None:
             torch.set_num_threads(threads)
         place = rank if local_rank is None else local_rank
@@ -158,46 +178,36 @@ class Rank:
         if device != "cpu":
             torch.get_device_module(device).set_device(self.device)
         backend = "gloo" if device == "cpu" else "nccl"
-        found = None if store is None else dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=found, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        file = None if store is None else dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
         self._rank, self._methods, self._kept = rank, {}, {}
 
-    def answer(self, question: m.Question, arrays: list[torch.Tensor]) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
+    def answer(self, question: m.Question, arrays: list[Tensor]) -> tuple[m.Answer, tuple[Tensor, ...]]:
         """Answer one question; return the answer and its arrays."""
         given = [array.to(self.device) for array in arrays]
-        if isinstance(question, m.Open):
-            return self._open(question), ()
+        if isinstance(question, m.OpenProblem):
+            method = self._methods[question.number] = METHODS[question.method](question, self._rank, self.device)
+            return m.Ready(list(method.used)), ()
         if isinstance(question, m.Forward):
-            return self._forward(question, given)
+            method = self._methods[question.number]
+            start = self._together()
+            results = method.forward(*given)
+            end = self._now()
+            if question.kept >= 0:
+                self._kept[question.kept] = (method, given, results)
+            return m.Stepped(start, end), results[:2]
         if isinstance(question, m.Backward):
-            return self._backward(question, given[0])
+            method, inputs, results = self._kept[question.kept]
+            start = self._together()
+            grads = method.backward(inputs, results, given[0])
+            return m.Stepped(start, self._now()), grads
         if isinstance(question, m.Inspect):
             return self._inspect(question, given), ()
         for number in question.kept:
             self._kept.pop(number, None)
         return m.Ready(), ()
 
-    def _open(self, question: m.Open) -> m.Ready:
-        method = METHODS[question.method](question, self._rank, self.device)
-        self._methods[question.number] = method
-        return m.Ready(list(method.used))
-
-    def _forward(self, question: m.Forward, given: list[torch.Tensor]) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
-        method = self._methods[question.number]
-        start = self._together()
-        results = method.forward(*given)
-        end = self._now()
-        if question.kept >= 0:
-            self._kept[question.kept] = (method, given, results)
-        return m.Stepped(start, end), results[:2]
-
-    def _backward(self, question: m.Backward, dout: torch.Tensor) -> tuple[m.Answer, tuple[torch.Tensor, ...]]:
-        method, given, results = self._kept[question.kept]
-        start = self._together()
-        grads = method.backward(given, results, dout)
-        return m.Stepped(start, self._now()), grads
-
-    def _inspect(self, question: m.Inspect, given: list[torch.Tensor]) -> m.Inspected:
+    def _inspect(self, question: m.Inspect, given: list[Tensor]) -> m.Inspected:
         """Measure a pass; every rank takes the same steps, so that none waits for a message that nobody sends."""
         method, inputs, kind = self._methods[question.number], Inputs(*given), self.device.type
         program = program_of(method, question.pass_)
@@ -228,8 +238,6 @@ class Rank:
 
     def _together(self) -> int:
         """Wait until all ranks are here and their devices idle; return the time."""
-        import torch.distributed as dist
-
         synchronize(self.device.type)
         dist.barrier()
         return time.monotonic_ns()
@@ -258,8 +266,6 @@ def serve(connection: Connection, start: tuple[Any, ...]) -> None:
 
 def broke(error: Exception) -> m.Broke:
     """Describe an error for the driver."""
-    from attnbench import frameworks
-
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
     if isinstance(error, NotImplementedError | AttnBenchError):
         return m.Broke("unsupported", str(error), traceback.format_exc()[-4000:])
@@ -271,8 +277,6 @@ def main() -> None:
     """Fork the ranks, then report how each of them ends."""
     world, device, threads, timeout_s, store = sys.argv[1:6]
     control, *descriptors = map(int, sys.argv[6:])
-    for module in PRELOADED:
-        importlib.import_module(module)
     faulthandler.enable()
     ranks = {}
     for rank in range(len(descriptors)):
@@ -292,18 +296,14 @@ def main() -> None:
 
     die_with_parent(control, end)
     try:
-        _report(ranks, control)
+        with os.fdopen(os.dup(control), "w", buffering=1) as lines:
+            for rank, pid in sorted((rank, pid) for pid, rank in ranks.items()):
+                lines.write(f"pid {rank} {pid}\n")
+            while ranks:
+                pid, status = os.wait()
+                lines.write(f"end {ranks.pop(pid)} {os.waitstatus_to_exitcode(status)}\n")
     finally:
         end()
-
-
-def _report(ranks: dict[int, int], control: int) -> None:
-    with os.fdopen(os.dup(control), "w", buffering=1) as lines:
-        for rank, pid in sorted((rank, pid) for pid, rank in ranks.items()):
-            lines.write(f"pid {rank} {pid}\n")
-        while ranks:
-            pid, status = os.wait()
-            lines.write(f"end {ranks.pop(pid)} {os.waitstatus_to_exitcode(status)}\n")
 
 
 def _become(rank: int, descriptors: list[int], start: tuple[Any, ...], control: int) -> None:

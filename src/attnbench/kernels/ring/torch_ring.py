@@ -1,145 +1,37 @@
-"""torch.ring: full, causal and dilated attention over a sequence that is sharded over several ranks; see docs/ring.md.
+"""torch.ring and torch.ring-templated: attention over a sequence that is sharded over several ranks; see docs/ring.md.
 
 On a CPU, and if there is a GPU for each rank, ranks are processes over gloo or NCCL that this process starts and
-drives; they time themselves, without the transfer of whole arrays. On fewer GPUs they are virtual.
+drives; they time themselves, without the transfer of whole arrays. On fewer GPUs they are virtual. torch.ring takes
+full, causal and dilated masks. torch.ring-templated is the ring inside torch's own context parallelism, to compare
+with: shards must be equal, and balance over ranks (zigzag) is for causal masks only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from attnbench.errors import UsageError
-from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs
-from attnbench.frameworks.torch.framework import TorchFramework
-from attnbench.impls.conditions import first_reason, needs_device
-from attnbench.kernels.ring import pool
-from attnbench.kernels.ring.dilated_work import pairs_of
-from attnbench.kernels.ring.messages import Inspected
-from attnbench.kernels.ring.settings import (
+from attnbench.errors import Unsupported
+from attnbench.impls.conditions import (
+    first_reason,
+    needs_device,
+    needs_dtype,
+    needs_equal_dims,
+    needs_no_softcap,
+    needs_positive_scale,
+)
+from attnbench.kernels.ring.schedule import (
     BY_NAME_ONLY,
     TUNABLES,
-    Settings,
-    balance,
+    RingSettings,
     check_inner,
+    needs_dense_mask,
     needs_ring_mask,
-    shard_bytes,
+    problem_of,
 )
-from attnbench.kernels.ring.torch_calls import STEPS, RingCall, VirtualRing
-from attnbench.spec import Call, Config, Environment, Implementation, Pass, Ranks, Workload
-
-TOGETHER = "torch's own ring does not separate computation from communication: their times cannot be told apart"
-VIRTUAL = (
-    "virtual ranks, one after the other on one device: compute and memory per rank are measured, communication is not"
-)
-Number = TypeVar("Number", int, float)
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
-class OverRanks:
-    """A call over rank processes, or over virtual ranks if there are fewer accelerators than ranks."""
-
-    def __init__(self, processes: RingCall, virtual: VirtualRing | None = None) -> None:
-        self.processes, self.virtual = processes, virtual
-
-    def on(self, device: str) -> RingCall | VirtualRing:
-        """Return the call that a device gets."""
-        if self.virtual is not None and is_virtual(device, self.processes.settings.world):
-            return self.virtual
-        return self.processes
-
-    def __call__(self, q: Any, k: Any, v: Any) -> Any:
-        return self.on(q.device.type)(q, k, v)
-
-
-def is_virtual(device: str, world: int) -> bool:
-    """Return whether ranks are virtual: one accelerator takes one rank of a process group, so more ranks are."""
-    import torch
-
-    return device != "cpu" and torch.get_device_module(device).device_count() < world
-
-
-class RingApparatus(TorchFramework):
-    """TorchFramework for one cell over several ranks: clocks, memory and kernels are those of the ranks."""
-
-    def __init__(self, world: int, can_be_virtual: bool = True) -> None:
-        self._world, self._can_be_virtual = world, can_be_virtual
-        self._calls: dict[int, tuple[OverRanks, Pass]] = {}
-        self._seen: dict[int, list[Inspected]] = {}
-
-    def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
-        programs = super().programs(call, pass_, example)
-        if isinstance(call, OverRanks):
-            self._calls[id(programs.main)] = (call, pass_)
-        return programs
-
-    def _virtual(self, device: str) -> bool:
-        return self._can_be_virtual and is_virtual(device, self._world)
-
-    def clocks(self, device: str) -> tuple[str, ...]:
-        return super().clocks(device) if self._virtual(device) else (OwnClock.name,)
-
-    def clock(self, name: str, device: str) -> Clock:
-        if self._virtual(device):
-            return super().clock(name, device)
-        if name != OwnClock.name:
-            raise UsageError(f'ranks time themselves: there is no clock "{name}" for them, only "{OwnClock.name}".')
-        return OwnClock(self, STEPS)
-
-    def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
-        """Return the peak of the rank that needs the most memory."""
-        facts = self._facts(program, inputs, device)
-        known = [one.peak_bytes for one in facts if one.peak_bytes is not None]
-        if len(known) < len(facts):
-            return Peak(None, next(one.peak_reason for one in facts if one.peak_bytes is None))
-        return Peak(max(known), method=f"the largest of {len(facts)} ranks; {facts[0].peak_method}")
-
-    def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-        if self._virtual(device):
-            return super().kernels(program, inputs, device)
-        facts = self._facts(program, inputs, device)
-        names = [name for one in facts for name in one.kernels or ()]
-        return (list(dict.fromkeys(names)), None) if names else (None, facts[0].kernels_reason)
-
-    def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
-        call, _ = self._calls[id(program)]
-        one, facts = call.on(device), self._facts(program, inputs, device)
-        virtual = isinstance(one, VirtualRing)
-        backend = "gloo" if device == "cpu" else "nccl"
-        compute = _all(fact.compute_ns for fact in facts)
-        work = pairs_of(one.workload, one.problem)
-        reason = VIRTUAL if virtual else TOGETHER if compute is None else None
-        return Ranks(
-            world=one.settings.world,
-            how="virtual" if virtual else f"processes over {backend}{', by torchrun' if pool.adopted() else ''}",
-            layout=one.settings.layout,
-            inner=one.inner,
-            devices=1 if device == "cpu" or virtual else one.settings.world,
-            tokens=one.problem.q_sizes(),
-            pairs=work,
-            shard_bytes=shard_bytes(one.workload, one.problem),
-            peak_bytes=_all(fact.peak_bytes for fact in facts),
-            compute_ns=compute,
-            waiting_ns=_all(fact.waiting_ns for fact in facts),
-            communication_ns=_all(fact.communication_ns for fact in facts),
-            balance=balance(compute or work),
-            reason=reason,
-        )
-
-    def _facts(self, program: Program, inputs: Inputs, device: str) -> list[Inspected]:
-        """Return the figures of each rank, measured once for each program."""
-        if id(program) not in self._seen:
-            call, pass_ = self._calls[id(program)]
-            self._seen[id(program)] = call.on(device).inspect(inputs, pass_)
-        return self._seen[id(program)]
-
-
-def _all(values: Iterable[Number | None]) -> tuple[Number, ...] | None:
-    """Return a figure of every rank, or None if one is missing."""
-    known = tuple(values)
-    return None if None in known else known  # pyright: ignore[reportReturnType]
-
-
-class Ring(Implementation):
+class TorchRing(Implementation):
     """Sequence split over ranks, keys sent around a ring: `torch.ring[world=4,layout=striped,inner=torch.eager]`."""
 
     name = "torch.ring"
@@ -148,7 +40,7 @@ class Ring(Implementation):
     by_name_only = BY_NAME_ONLY
 
     def configured(self, config: Config) -> Self:
-        check_inner(Settings.of(config).inner)
+        check_inner(RingSettings.of(config).inner)
         return self
 
     def available(self, environment: Environment) -> str | None:
@@ -164,12 +56,63 @@ class Ring(Implementation):
         return self._call(workload, config, with_lse=True)
 
     def apparatus(self, framework: Any, config: Config) -> Any:
-        return RingApparatus(Settings.of(config).world)
+        from attnbench.kernels.ring.torch_calls import RingApparatus
+
+        return RingApparatus(RingSettings.of(config).world)
 
     def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
-        settings = Settings.of(config)
+        from attnbench.kernels.ring.torch_calls import OverRanks, RingCall, VirtualRing
+
+        settings = RingSettings.of(config)
         processes = RingCall(workload, settings, with_lse=with_lse)
         return OverRanks(processes, VirtualRing(workload, settings, with_lse))
 
 
-RING = Ring()
+class TorchTemplatedRing(TorchRing):
+    """Sequence split over ranks by PyTorch's own ring template, `torch.ring-templated[world=4,layout=contiguous]`."""
+
+    name = "torch.ring-templated"
+    tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
+
+    def configured(self, config: Config) -> Self:
+        RingSettings.of(config)
+        return self
+
+    def available(self, environment: Environment) -> str | None:
+        return needs_device(environment, "cpu")
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        lengths = "takes as many keys as queries" if workload.q_len != workload.kv_len else None
+        return first_reason(
+            self.available(environment),
+            needs_dense_mask(workload),
+            needs_dtype(workload, "float32", "bfloat16", "float16"),
+            needs_equal_dims(workload),
+            needs_no_softcap(workload),
+            needs_positive_scale(workload),
+            lengths,
+        )
+
+    def apparatus(self, framework: Any, config: Config) -> Any:
+        from attnbench.kernels.ring.torch_calls import RingApparatus
+
+        return RingApparatus(RingSettings.of(config).world, can_be_virtual=False)
+
+    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        from attnbench.kernels.ring.torch_calls import OverRanks, RingCall
+
+        settings = RingSettings.of(config)
+        if not problem_of(workload, 1, "contiguous").causal and settings.layout == "zigzag":
+            settings = settings._replace(layout="contiguous")
+        if settings.layout == "striped":
+            raise Unsupported("PyTorch's ring has no striped layout: use contiguous, or zigzag with a causal mask")
+        parts = settings.world * (2 if settings.layout == "zigzag" else 1)
+        if workload.q_len % parts:
+            raise Unsupported(
+                f"needs a sequence that can be cut into {parts} equal parts, which {workload.q_len} tokens cannot"
+            )
+        return OverRanks(RingCall(workload, settings, "templated", with_lse))
+
+
+RING = TorchRing()
+TEMPLATED = TorchTemplatedRing()

@@ -1,9 +1,12 @@
-"""Flat rows of the cells of a section, of which the charts and tables of the page are made. Samples are left out."""
+"""Flat rows of the cells of a section, of which the charts and tables of the page are made, and rows as compact JSON.
+
+Samples are left out.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -11,7 +14,7 @@ from msgspec import Struct
 from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
 from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
-from attnbench.results.records import baseline, exact, framework_of, is_timed, label
+from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
 from attnbench.results.standings import Row, Standings
 from attnbench.spec import Errors, Incorrect, Ok, Record
@@ -22,6 +25,8 @@ LONGEST = 2000
 MOST_BASELINES = 6
 MOST_RATIOS = 10_000
 """Bootstraps that a choice of baselines may cost, about 4 s; a long run gets fewer to choose from."""
+DIGITS = 5
+"""Significant digits of a figure on the page."""
 FARTHEST = 1e3
 """Times the allowed error at which a cell is drawn if it is farther off."""
 
@@ -154,8 +159,14 @@ def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
         "rank": None,
     }
     if isinstance(record, Ok):
-        cell |= _timing(record) | _resources(record) | _errors(record.errors)
+        memory = record.memory
+        cell |= _timing(record) | _errors(record.errors)
         cell |= {
+            "peak": memory.peak_bytes,
+            "theory": memory.theory_bytes or None,
+            "reserved": memory.reserved_bytes,
+            "fragmentation": memory.fragmentation,
+            "method": short(memory.method or memory.reason or "") or None,
             "largest": record.errors.max_abs,
             "deterministic": "yes" if record.deterministic else "no",
             "checked": record.verified_at.share,
@@ -205,17 +216,6 @@ def _timing(record: Ok) -> Cell:
     }
 
 
-def _resources(record: Ok) -> Cell:
-    memory = record.memory
-    return {
-        "peak": memory.peak_bytes,
-        "theory": memory.theory_bytes or None,
-        "reserved": memory.reserved_bytes,
-        "fragmentation": memory.fragmentation,
-        "method": short(memory.method or memory.reason or "") or None,
-    }
-
-
 def _errors(errors: Errors | None) -> Cell:
     if errors is None:
         return {}
@@ -230,10 +230,36 @@ def _errors(errors: Errors | None) -> Cell:
     }
 
 
-def share_of_allowed(errors: Errors | None) -> float | None:
-    """Return the larger of the shares of output and gradients in the error allowed; None if neither was compared."""
-    if errors is None:
-        return None
-    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
-    shares = [error / allowed for error, allowed in pairs if error is not None and allowed]
-    return max(shares, default=None)
+def pack(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rows as columns, with text as places in a list of words; columns that are empty are left out."""
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            words = {word: place for place, word in enumerate(dict.fromkeys(v for v in values if v is not None))}
+            columns[name] = {"words": list(words), "codes": [None if v is None else words[v] for v in values]}
+        elif any(value is not None for value in values):
+            columns[name] = [rounded(value) for value in values]
+    return {"count": len(rows), "columns": columns}
+
+
+def rounded(value: Any) -> Any:
+    """Return a float with two digits more than are shown, so that rounding twice changes hardly any; whole floats lose
+    their point, other values stay."""
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if abs(short) < 1e15 and short.is_integer() else short
+
+
+def unpack(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return packed rows again, without the fields that are not known."""
+    rows: list[dict[str, Any]] = [{} for _ in range(packed["count"])]
+    for name, column in packed["columns"].items():
+        values = column
+        if isinstance(column, dict):
+            values = [None if code is None else column["words"][code] for code in column["codes"]]
+        for row, value in zip(rows, values):
+            if value is not None:
+                row[name] = value
+    return rows

@@ -8,6 +8,7 @@ from typing import Any
 import altair as alt
 from msgspec import Struct
 
+from attnbench.report.html.cells import pack
 from attnbench.report.html.encodings import (
     FADED,
     FAINT,
@@ -29,8 +30,7 @@ from attnbench.report.html.encodings import (
     shortened,
     symbol,
 )
-from attnbench.report.html.layout import Choice, WinnerMap
-from attnbench.report.html.packing import pack
+from attnbench.report.html.layout import RowFilter, WinnerMap
 
 NEAR_ROOFS = 1.15
 """Ratio of two ceilings below which they share a label."""
@@ -58,7 +58,7 @@ class Chart(Struct, frozen=True):
 
     name: str
     spec: Spec
-    choices: list[Choice] = []
+    choices: list[RowFilter] = []
     """Choices, one of which is shown at a time, the first one at first; without any, everything is."""
     needs: str = "ns"
     """Field without which a row is not drawn."""
@@ -157,7 +157,7 @@ def against_length(
     low: str = "",
     high: str = "",
     theory: str = "",
-    choices: Sequence[Choice] = (),
+    choices: Sequence[RowFilter] = (),
 ) -> Chart:
     """Return a chart of a figure over length on logarithmic axes, with a line per implementation and batch."""
     spec = _length_spec(tuple(labels), field, title, low, high, theory)
@@ -186,9 +186,14 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
     )
     y = alt.Y("value:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12), axis=log_axis())
     lines = base.mark_line(strokeWidth=1.5).encode(y=y, opacity=FEW_FAINT, strokeDash=dash(labels))
-    points = base.mark_point(filled=True, size=55).encode(
-        y=y, opacity=FEW_FADED, shape=symbol(labels), tooltip=_length_tooltip(title)
-    )
+    tooltip = [
+        alt.Tooltip("label:N", title="implementation"),
+        alt.Tooltip("value:Q", title=title, format=".4~g"),
+        alt.Tooltip("low_value:Q", title="95 % from", format=".4~g"),
+        alt.Tooltip("high_value:Q", title="95 % to", format=".4~g"),
+        alt.Tooltip("shape:N", title="shape"),
+    ]
+    points = base.mark_point(filled=True, size=55).encode(y=y, opacity=FEW_FADED, shape=symbol(labels), tooltip=tooltip)
     layers = [lines, points]
     if low:
         bars = cut_bars(base, "value", "low_value", "high_value").transform_filter("isValid(datum.low)")
@@ -198,16 +203,6 @@ def _length_spec(labels: Labels, field: str, title: str, low: str, high: str, th
         drawn = base.transform_filter("datum.theory > 0").mark_tick(orient="horizontal", thickness=2, size=18)
         layers.append(drawn.encode(y=alt.Y("theory_value:Q", title=title), opacity=FEW_FAINT))
     return finish(alt.layer(*layers), LENGTHS)
-
-
-def _length_tooltip(title: str) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("label:N", title="implementation"),
-        alt.Tooltip("value:Q", title=title, format=".4~g"),
-        alt.Tooltip("low_value:Q", title="95 % from", format=".4~g"),
-        alt.Tooltip("high_value:Q", title="95 % to", format=".4~g"),
-        alt.Tooltip("shape:N", title="shape"),
-    ]
 
 
 def roofline(labels: Sequence[str], roofs: Sequence[dict[str, Any]]) -> Chart:
@@ -251,20 +246,15 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
         values: list[dict[str, Any]] = [{"roof": name, "intensity": x, "tflops": y} for name, x, y in roofs]
         ceiling = alt.Chart(alt.InlineData(values=values)).mark_line(strokeWidth=1.5, color=GREY)
         layers.insert(0, ceiling.encode(x=x, y=y, strokeDash=alt.StrokeDash("roof:N", title="ceiling", legend=None)))
-        layers.append(_roof_names(values, x, y))
+        told: list[dict[str, Any]] = []  # the name of each ceiling above its right end; close ones share a label
+        for end in sorted({one["roof"]: one for one in values}.values(), key=lambda one: -one["tflops"]):
+            if told and told[-1]["tflops"] < NEAR_ROOFS * end["tflops"]:
+                told[-1]["told"] += f" / {end['roof']}"
+            else:
+                told.append(end | {"told": f"ceiling: {end['roof']}"})
+        words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color=GREY)
+        layers.append(words.encode(x=x, y=y, text="told:N"))
     return finish(alt.layer(*layers))
-
-
-def _roof_names(values: list[dict[str, Any]], x: alt.X, y: alt.Y) -> alt.Chart:
-    """Return the name of each ceiling above its right end; ceilings that are close share a label."""
-    told: list[dict[str, Any]] = []
-    for end in sorted({one["roof"]: one for one in values}.values(), key=lambda one: -one["tflops"]):
-        if told and told[-1]["tflops"] < NEAR_ROOFS * end["tflops"]:
-            told[-1]["told"] += f" / {end['roof']}"
-        else:
-            told.append(end | {"told": f"ceiling: {end['roof']}"})
-    words = alt.Chart(alt.InlineData(values=told)).mark_text(align="right", baseline="bottom", dy=-4, color=GREY)
-    return words.encode(x=x, y=y, text="told:N")
 
 
 def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
@@ -307,7 +297,7 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
 
 def history(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Chart:
     """Return a chart of one cell over the runs, with its levels and where they changed."""
-    choices = [Choice(name, series=name) for name in dict.fromkeys(row["series"] for row in rows)]
+    choices = [RowFilter(name, series=name) for name in dict.fromkeys(row["series"] for row in rows)]
     return Chart("history", _history_spec(tuple(labels)), choices, needs="ratio", legend=False, rows=pack(rows))
 
 

@@ -13,17 +13,18 @@ from msgspec import Struct
 
 from attnbench.comparing.history import (
     LEAST_POINTS,
+    SHORT,
     Commits,
     Excluded,
-    Point,
+    HistoryFile,
     Trend,
     detector_missing,
     find_changes,
+    since,
+    size,
 )
-from attnbench.comparing.history import Source as Measured
 from attnbench.comparing.history import gather as gather_series
-from attnbench.comparing.history_text import SHORT, since, size
-from attnbench.report.html.sections import Section, ShapeNames, Source, kind_words
+from attnbench.report.html.sections import ReportedRun, Section, ShapeNames, kind_words
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
 
@@ -50,14 +51,14 @@ NO_HISTORY = History()
 
 
 def find_history(
-    sources: Sequence[Source],
+    sources: Sequence[ReportedRun],
     places: Mapping[str, int],
     between: Callable[[str, str], Commits] | None = None,
 ) -> History:
     """Return the history of every cell, a point per run; `places` orders commits that git knows, else time does."""
     if len(sources) < LEAST_RUNS:
         return NO_HISTORY
-    runs = [Measured(source.run.header.created, source.run.records) for source in sources]
+    runs = [HistoryFile(source.run.header.created, source.run.records) for source in sources]
     series, excluded = gather_series(runs, places, per_run=True)
     trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
     trends.sort(key=lambda trend: -max((abs(change.ratio - 1) for change in trend.changes), default=0.0))
@@ -70,7 +71,7 @@ def of_section(history: History, section: Section) -> list[Trend]:
     return [trend for trend in history.trends if trend.series.key.fingerprint in here]
 
 
-def why_none(history: History, section: Section) -> str:
+def explain_no_history(history: History, section: Section) -> str:
     """Return why a section has no history, and what would give it one."""
     if len(section.runs) < LEAST_RUNS:
         return (
@@ -83,15 +84,15 @@ def why_none(history: History, section: Section) -> str:
     return f"No cell was timed beside anchor kernels in two of these runs{told}."
 
 
-def which_runs(history: History) -> str:
+def name_runs(history: History) -> str:
     """Return the runs by name, the oldest first; their number if they are many."""
     return f"Runs: {', '.join(history.runs)}." if len(history.runs) <= MOST_NAMED else f"{len(history.runs)} runs."
 
 
-def how_looked(trends: Sequence[Trend]) -> str:
+def describe_search(trends: Sequence[Trend]) -> str:
     """Return a sentence on how steps were looked for and how many were found."""
     if missing := detector_missing():
-        return f"Steps were not looked for: {missing}."
+        return f"Steps were not searched for: {missing}."
     longest = max(len(trend.series.points) for trend in trends)
     if longest < LEAST_POINTS:
         return f"Too few runs to find a step: {longest} at most, {LEAST_POINTS} are needed."
@@ -102,7 +103,9 @@ def how_looked(trends: Sequence[Trend]) -> str:
 
 def point_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
     """Return a row per cell and run, for the chart."""
-    length = _stamp_length(trends)
+    stamps = {point.created for trend in trends for point in trend.series.points}
+    # Up to the minute if that distinguishes all runs, else the second.
+    length = MINUTE if len({stamp[:MINUTE] for stamp in stamps}) == len(stamps) else SECOND
     return [row for trend, who in zip(trends, _identities(trends, names)) for row in _points(trend, who, length)]
 
 
@@ -119,22 +122,26 @@ def trend_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
 
 
 def _points(trend: Trend, who: dict[str, Any], length: int) -> Rows:
+    points = trend.series.points
+    values = [point.value for point in points]
     steps = {change.position: size(change) for change in trend.changes}
-    middle = exp(median(point.value for point in trend.series.points))
+    middle = exp(median(values))
     spread = {"least": middle * (1 - LEAST_SPAN / 2), "most": middle * (1 + LEAST_SPAN / 2)}
+    ends = [0, *(change.position for change in trend.changes), len(values)]
+    levels = [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
     return [
         who
         | spread
         | {
             "place": place,
-            "when": _when(point, length),
+            "when": " ".join([point.created[:length].replace("T", " "), *filter(None, [point.commit[:SHORTEST]])]),
             "commit": point.commit[:SHORT] or None,
             "ratio": exp(point.value),
             "level": level,
             "step": steps.get(place),
-            "late": place > len(trend.series.points) / 2,
+            "late": place > len(points) / 2,
         }
-        for place, (point, level) in enumerate(zip(trend.series.points, _levels(trend)))
+        for place, (point, level) in enumerate(zip(points, levels))
     ]
 
 
@@ -161,21 +168,3 @@ def _identities(trends: Sequence[Trend], names: ShapeNames) -> Rows:
         if one["series"] in twice:
             one["series"] += f" · {trend.series.key.clock}, anchors {trend.series.key.anchors}"
     return found
-
-
-def _levels(trend: Trend) -> list[float]:
-    """Return the height of the level that each point belongs to."""
-    values = [point.value for point in trend.series.points]
-    ends = [0, *(change.position for change in trend.changes), len(values)]
-    return [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
-
-
-def _stamp_length(trends: Sequence[Trend]) -> int:
-    """Return how much of a time stamp to show: up to the minute if that distinguishes all runs, else the second."""
-    stamps = {point.created for trend in trends for point in trend.series.points}
-    return MINUTE if len({stamp[:MINUTE] for stamp in stamps}) == len(stamps) else SECOND
-
-
-def _when(point: Point, length: int) -> str:
-    commit = f" {point.commit[:SHORTEST]}" if point.commit else ""
-    return point.created[:length].replace("T", " ") + commit

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import vl_convert
 
-from attnbench.drafts import draft_of, write_texts
 from attnbench.errors import AttnBenchError, UsageError
-from attnbench.report.html.cells import Cell, winner_rows
+from attnbench.files import draft_of, write_texts
+from attnbench.report.html.cells import Cell, pack, unpack, winner_rows
 from attnbench.report.html.charts import LENGTHS, Chart
 from attnbench.report.html.encodings import LIGHT, VEGA_LITE, keys, ranges
-from attnbench.report.html.layout import Choice
-from attnbench.report.html.packing import one_way, pack, unpack
-from attnbench.report.html.page import Page, Part
+from attnbench.report.html.layout import RowFilter
+from attnbench.report.html.page import Page, PageSection, one_way
 from attnbench.results.run_file import slug
 
 WIDTH = 640
@@ -49,8 +48,10 @@ def write_images(page: Page, folder: Path) -> list[Path]:
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
             for chart, name, choice in _pictures(part):
                 spec = drawable(chart, part.cells.rows, page.labels, choice)
+                text = one_way(msgspec.json.encode(spec).decode())
                 try:
-                    picture, drawing = _drawn(spec)
+                    picture = vl_convert.vegalite_to_png(text, vl_version=VEGA_LITE, scale=SCALE)
+                    drawing = vl_convert.vegalite_to_svg(text, vl_version=VEGA_LITE)
                 except ValueError as error:
                     failed.append(f"{name}{tail} ({str(error).strip().splitlines()[0][:LONGEST_ERROR]})")
                     continue
@@ -68,7 +69,7 @@ def write_images(page: Page, folder: Path) -> list[Path]:
     return written
 
 
-def _pictures(part: Part) -> Iterator[tuple[Chart, str, Choice | None]]:
+def _pictures(part: PageSection) -> Iterator[tuple[Chart, str, RowFilter | None]]:
     """Yield every chart, the name of its file, and the choice that it shows."""
     for chart in (chart for view in part.views for chart in view.charts):
         first, *more = chart.choices or [None]
@@ -78,13 +79,7 @@ def _pictures(part: Part) -> Iterator[tuple[Chart, str, Choice | None]]:
                 yield chart, f"{chart.name}-{slug(choice.text)}", choice
 
 
-def _drawn(spec: dict[str, Any]) -> tuple[bytes, str]:
-    text = one_way(msgspec.json.encode(spec).decode())
-    picture = vl_convert.vegalite_to_png(text, vl_version=VEGA_LITE, scale=SCALE)
-    return picture, vl_convert.vegalite_to_svg(text, vl_version=VEGA_LITE)
-
-
-def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choice | None = None) -> dict[str, Any]:
+def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: RowFilter | None = None) -> dict[str, Any]:
     """Return the chart with its data and the colours of the light page, of one choice: by default the first.
 
     A chart of lines names few of its lines; the others are grey, below them, and counted.
@@ -94,7 +89,7 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
     if chart.title:
         spec["title"] = {"text": chart.title, "fontWeight": "normal", "anchor": "start"}
-    shown = choice or next(iter(chart.choices), Choice(""))
+    shown = choice or next(iter(chart.choices), RowFilter(""))
     if chart.choices:
         mine = [row for row in mine if shown.accepts(row)]
         spec["title"] = {"text": shown.text, "fontWeight": "normal", "anchor": "start"}
@@ -103,7 +98,9 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
     drawn = {row["label"] for row in mine if "label" in row}
     named = set(shown.named) if LENGTHS in chart.axes else drawn
     if LENGTHS in chart.axes:
-        spec["title"] |= {"subtitle": _line_words(mine, len(drawn - named)), "subtitleColor": "#666666"}
+        told = ["a line joins one batch size"] * (len({row["batch"] for row in mine}) > 1)
+        told += [f"{len(drawn - named)} more implementations in grey"] * bool(drawn - named)
+        spec["title"] |= {"subtitle": "; ".join(told), "subtitleColor": "#666666"}
         mine = sorted(mine, key=lambda row: row["label"] in named)
     if chart.lines:
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
@@ -115,13 +112,6 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: Choi
         "datasets": {"rows": mine},
         "config": config,
     }
-
-
-def _line_words(rows: Sequence[Cell], grey: int) -> str:
-    """Return what a line is, and how many lines have no name."""
-    batches = len({row["batch"] for row in rows}) > 1
-    told = ["a line joins one batch size"] * batches + [f"{grey} more implementations in grey"] * bool(grey)
-    return "; ".join(told)
 
 
 def listed(field: str, rows: list[Cell]) -> list[Any]:

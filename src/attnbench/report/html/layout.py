@@ -51,8 +51,16 @@ def lay_out(cells: Sequence[Cell]) -> list[WinnerMap]:
         grid = [cell for cell in members if not cell.get("model")]
         dense = len(set(map(_combination, grid))) <= MOST_COLUMNS
         alone = len({cell["family"] for cell in grid}) == 1
-        _set_places("row", members, [_row(cell, dense) for cell in members])
-        _set_places("column", grid, [_column(cell, dense) for cell in grid])
+        rows: list[tuple[Any, ...]] = []  # what rows and columns are sorted by, the title last
+        for cell in members:
+            key = (cell["family"],) if dense else (cell["batch"], f"batch {cell['batch']}")
+            if model := cell.get("model"):
+                key = model, cell["batch"], f"{model} · {cell['batch']} x {cell['length']}"
+            rows.append(key)
+        _set_places("row", members, rows)
+        titles = [f"{cell['batch']} x {cell['length']}" if dense else cell["length"] for cell in grid]
+        keys = [(cell["len"], cell["length"], *([cell["batch"]] * dense), title) for cell, title in zip(grid, titles)]
+        _set_places("column", grid, keys)
         for cell in members:
             cell["map"] = number
         columns = "" if not grid else "Batch x length (tokens)" if dense else "Length (tokens)"
@@ -91,20 +99,7 @@ def _set_places(axis: str, cells: Sequence[Cell], keys: Sequence[tuple[Any, ...]
         cell |= {axis: one[-1], f"{axis}_place": places[one]}
 
 
-def _row(cell: Cell, dense: bool) -> tuple[Any, ...]:
-    """Return what rows are sorted by, the title last."""
-    if cell.get("model"):
-        return (cell["model"], cell["batch"], f"{cell['model']} · {cell['batch']} x {cell['length']}")
-    return (cell["family"],) if dense else (cell["batch"], f"batch {cell['batch']}")
-
-
-def _column(cell: Cell, dense: bool) -> tuple[Any, ...]:
-    """Return what columns are sorted by, the title last."""
-    length, text, batch = _combination(cell)
-    return (length, text, batch, f"{batch} x {text}") if dense else (length, text, text)
-
-
-class Choice(Struct, frozen=True):
+class RowFilter(Struct, frozen=True):
     """Rows of a family and, if one is named, a batch; or of a series."""
 
     text: str
@@ -136,7 +131,7 @@ def set_beside(cells: Sequence[Cell]) -> None:
             cell["beside"] = cell["len"] * 2 ** (GAP * (batches.index(cell["batch"]) - (len(batches) - 1) / 2))
 
 
-def family_choices(cells: Iterable[Mapping[str, Any]], needs: str) -> list[Choice]:
+def family_choices(cells: Iterable[Mapping[str, Any]], needs: str) -> list[RowFilter]:
     """Return the choices of a chart: of families that make a curve the one with most cells first, of its batches the
     one with most lengths."""
     found: dict[str, dict[int, list[int]]] = {}
@@ -148,24 +143,26 @@ def family_choices(cells: Iterable[Mapping[str, Any]], needs: str) -> list[Choic
         lengths = [n for batch in found[family].values() for n in batch]
         return -min(len(set(lengths)), FEW_LENGTHS), -len(lengths)
 
-    return [choice for family in sorted(found, key=weight) for choice in _choices_of(family, found[family])]
+    choices: list[RowFilter] = []
+    for family in sorted(found, key=weight):
+        counts = {batch: len(set(lengths)) for batch, lengths in found[family].items()}
+        if len(counts) == 1:
+            choices.append(RowFilter(family, family, first=True))
+            continue
+        curves = sorted((batch for batch in counts if counts[batch] > 1), key=lambda batch: (-counts[batch], batch))
+        curved = bool(curves) and counts[curves[0]] >= FEW_LENGTHS
+        single = [
+            RowFilter(f"{family} · batch {one}", family, one, first=curved and one == curves[0]) for one in curves
+        ]
+        every = RowFilter(f"{family} · all batches", family, first=not curved)
+        choices += [*single, every] if curved else [every, *single]
+    return choices
 
 
-def _choices_of(family: str, batches: Mapping[int, Sequence[int]]) -> list[Choice]:
-    counts = {batch: len(set(lengths)) for batch, lengths in batches.items()}
-    if len(counts) == 1:
-        return [Choice(family, family, first=True)]
-    curves = sorted((batch for batch in counts if counts[batch] > 1), key=lambda batch: (-counts[batch], batch))
-    curved = bool(curves) and counts[curves[0]] >= FEW_LENGTHS
-    single = [Choice(f"{family} · batch {one}", family, one, first=curved and one == curves[0]) for one in curves]
-    every = Choice(f"{family} · all batches", family, first=not curved)
-    return [*single, every] if curved else [every, *single]
-
-
-def line_choices(cells: Iterable[Mapping[str, Any]], needs: str, standings: Standings) -> list[Choice]:
+def line_choices(cells: Iterable[Mapping[str, Any]], needs: str, standings: Standings) -> list[RowFilter]:
     """Return the choices of a chart of lines, each with the names of those that are drawn firmly."""
     kept = [cell for cell in cells if cell.get(needs) is not None]
-    found: list[Choice] = []
+    found: list[RowFilter] = []
     for choice in family_choices(kept, needs):
         rows = [cell for cell in kept if choice.accepts(cell)]
         keys = dict.fromkeys(row["workload"] for row in rows)

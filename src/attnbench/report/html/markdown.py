@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from attnbench.comparing.gate_markdown import LIMIT, clean
+from attnbench.comparing.gate_text import LIMIT, clean
 from attnbench.measuring.rates import HOST_LIMITED
-from attnbench.report.html.cells import Cell, winner_rows
-from attnbench.report.html.derived import not_run
-from attnbench.report.html.page import Page, Part
+from attnbench.report.html.cells import winner_rows
+from attnbench.report.html.page import Page, PageSection
+from attnbench.report.html.views import not_run
 from attnbench.report.terminal import MARK
 from attnbench.report.units import duration, half_interval, percent
-from attnbench.results.sentences import counted
+from attnbench.results.sentences import capped, counted
 
 MOST_ADVICE = 20
 MOST_SHAPES = 60
@@ -30,13 +30,12 @@ def summarise(page: Page) -> str:
     return "\n\n".join(kept) + "\n"
 
 
-def _blocks(part: Part) -> list[str]:
+def _blocks(part: PageSection) -> list[str]:
     blocks = [f"### {clean(part.title)}", "\n".join(map(clean_sentence, part.answer))]
     advice = [one for one in part.advice if one.kind != "overall"]
     if advice:
-        lines = [f"- {clean_sentence(one.text)}" for one in advice[:MOST_ADVICE]]
-        left = len(advice) - MOST_ADVICE
-        blocks.append("\n".join([*lines, *([f"- {left} more are in the report."] if left > 0 else [])]))
+        lines = [f"- {clean_sentence(one.text)}" for one in advice]
+        blocks.append("\n".join(capped(lines, MOST_ADVICE, "- {} more are in the report.")))
     blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]
     return [*blocks, *_winners(part), *_left_out(part)]
 
@@ -46,9 +45,18 @@ def clean_sentence(text: str) -> str:
     return " ".join(clean(word) for word in text.split())
 
 
-def _winners(part: Part) -> list[str]:
+def _winners(part: PageSection) -> list[str]:
     found = winner_rows(part.cells.rows)
-    rows = [f"| {' | '.join(map(clean, _winner(one)))} |" for one in found]
+    rows: list[str] = []
+    for row in found:
+        interval = None if row.get("low") is None else (row["low"], row["high"])
+        name = f"{row['label']} (the same kernel as {row['same']})" if row["same"] else row["label"]
+        host = f" {MARK} {row['host']:.1f}x" if row.get("host") else ""
+        time = f"{duration(row['ns'])} {half_interval(row['ns'], interval)}{host}"
+        regret = "–" if row["regret"] is None else percent(row["regret"])
+        regret += " (too close to call)" if row["close"] else ""
+        fields = [row["shape"], name, time, row["next_label"] or "–", regret]
+        rows.append(f"| {' | '.join(map(clean, fields))} |")
     if not rows:
         return []
     table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
@@ -58,26 +66,15 @@ def _winners(part: Part) -> list[str]:
     return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
 
 
-def _winner(row: Cell) -> list[str]:
-    interval = None if row.get("low") is None else (row["low"], row["high"])
-    name = f"{row['label']} (the same kernel as {row['same']})" if row["same"] else row["label"]
-    host = f" {MARK} {row['host']:.1f}x" if row.get("host") else ""
-    first = [row["shape"], name, f"{duration(row['ns'])} {half_interval(row['ns'], interval)}{host}"]
-    close = " (too close to call)" if row["close"] else ""
-    regret = "–" if row["regret"] is None else percent(row["regret"])
-    return [*first, row["next_label"] or "–", f"{regret}{close}"]
-
-
-def _left_out(part: Part) -> list[str]:
+def _left_out(part: PageSection) -> list[str]:
     rows = sorted(not_run(part.cells.records, part.cells.names), key=lambda row: -row["cells"])
     if not rows:
         return []
-    lines = [
+    reasons = [
         f"- {row['status']}, {counted(row['cells'], 'cell')}: {clean(row['labels'])}: {clean(row['reason'])}"
-        for row in rows[:MOST_REASONS]
+        for row in rows
     ]
-    left = len(rows) - MOST_REASONS
-    lines += [f"- {left} more reasons are in the report."] if left > 0 else []
+    lines = capped(reasons, MOST_REASONS, "- {} more reasons are in the report.")
     count = sum(row["cells"] for row in rows)
     title = f"<details><summary>{counted(count, 'cell')} without a result</summary>"
     return ["\n".join([title, "", *lines, "", "</details>"])]

@@ -11,31 +11,36 @@ from importlib.resources import files
 from typing import Any
 
 import jinja2
+import msgspec
 from markupsafe import Markup
 from msgspec import Struct
 
 from attnbench.report.environment import section_facts
-from attnbench.report.html.cells import Cells, make_cells
+from attnbench.report.html.cells import Cells, make_cells, pack
 from attnbench.report.html.encodings import DARK, LIGHT, order_labels, ranges, vega_script
 from attnbench.report.html.history import NO_HISTORY, History
-from attnbench.report.html.packing import one_way, pack, script_json
-from attnbench.report.html.sections import Section, Source, gather
+from attnbench.report.html.sections import ReportedRun, Section, gather
 from attnbench.report.html.views import View, history_view, make_views
-from attnbench.report.summaries import group_advice
-from attnbench.report.summary_documents import Measured
+from attnbench.report.summaries import MachineStandings, group_advice
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
-from attnbench.results.sentences import answer, count_notes, counted, tell_not_run, wrong_sentences
-from attnbench.results.unreached import tell_unreached
-from attnbench.spec import Record
+from attnbench.results.sentences import answer, count_notes, counted, describe_not_run, wrong_sentences
+from attnbench.run.resume import describe_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 DEVICE_CLOCKS = ("kernel", "events", "graph")
+DEVICE_TIMES = (
+    "times are of the device's kernels: what the host takes to launch them and to wait for them is not in them, so "
+    "short calls of eager code take longer than this (`attnbench show RUN --detail` has the wall times taken)"
+)
+"""Note if times are those of kernels and not of whole calls."""
+DIRECTIONS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+"""Marks, embeddings and isolates: characters that turn the rest of a line around."""
 SCRIPTS = ("data.js", "tables.js", "charts.js", "main.js")
 
 
-class Part(Struct, frozen=True):
+class PageSection(Struct, frozen=True):
     """A section with its views and sentences."""
 
     section: Section
@@ -68,42 +73,42 @@ class Part(Struct, frozen=True):
 class Page(Struct, frozen=True):
     """Sources and parts of which the page, the images and the Markdown are made."""
 
-    sources: Sequence[Source]
-    parts: list[Part]
+    sources: Sequence[ReportedRun]
+    parts: list[PageSection]
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
     left: list[str]
     """A sentence for each run that ended before it had done what was asked."""
 
 
-def compose(sources: Sequence[Source], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
+def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
     sections = gather(sources)
     made = [make_cells(section, against) for section in sections]
     labels = order_labels(cell for cells in made for cell in cells.rows)
-    drawn = [
-        make_views(cells, labels, history_view(history, section, cells, labels))
-        for section, cells in zip(sections, made)
-    ]
     counts = Counter(section.title for section in sections)
-    parts: list[Part] = []
-    for section, cells, views in zip(sections, made, drawn):
+    parts: list[PageSection] = []
+    for section, cells in zip(sections, made):
+        views = make_views(cells, labels, history_view(history, section, cells, labels))
         runs = ", ".join(sources[place].name for place in section.runs)
         title = section.title if counts[section.title] == 1 else f"{section.title} · {runs}"
         parts.append(_part(section, title, cells, views))
-    return Page(sources, parts, labels, _left(sources))
-
-
-def _left(sources: Sequence[Source]) -> list[str]:
-    """Return a sentence for each run that was asked for shapes which no run holds."""
     held = {record.workload.id for source in sources for record in source.run.records}
-    told = (tell_unreached(source.path or source.name, source.run, held) for source in sources)
-    return [sentence for sentence in told if sentence]
+    left = (describe_unreached(source.path or source.name, source.run, held) for source in sources)
+    return Page(sources, parts, labels, [sentence for sentence in left if sentence])
 
 
-def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Part:
+def _part(section: Section, title: str, cells: Cells, views: list[View]) -> PageSection:
     standings, records = cells.standings, cells.records
-    notes = [*_whose_time(records), *count_notes(records), *_mixed_clocks(section)]
+    clocks = Counter(clock_of(record) for record in records if is_timed(record))
+    notes = [DEVICE_TIMES] if clocks and clocks.most_common(1)[0][0] in DEVICE_CLOCKS else []
+    notes += count_notes(records)
+    groups = [group for run in section.runs.values() for group in by_workload(run).values()]
+    mixed = [names for group in groups if len(names := {clock_of(one) for one in group if is_timed(one)}) > 1]
+    if mixed:
+        were = f"{counted(len(mixed), 'shape')} {'was' if len(mixed) == 1 else 'were'}"
+        names = ", ".join(sorted(set().union(*mixed)))
+        notes.append(f"{were} timed by different clocks ({names}): shown and compared by one that most of them hold")
     if cells.repeated:
         were = f"{counted(cells.repeated, 'cell')} {'was' if cells.repeated == 1 else 'were'}"
         notes.append(f"{were} measured in more than one of these runs: the run that decides its shape is shown")
@@ -119,34 +124,12 @@ def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Part
     before, after = wrong_sentences(standings.newest)
     remarks = [] if headline else [answer(standings, wrong=False)]
     wrong = [*before, *after]
-    return Part(section, title, cells, views, headline, remarks, wrong, tell_not_run(records), advice, notes)
+    return PageSection(section, title, cells, views, headline, remarks, wrong, describe_not_run(records), advice, notes)
 
 
-def _whose_time(records: Sequence[Record]) -> list[str]:
-    """Return a note if times are those of the device and not those that a caller waits."""
-    clocks = Counter(clock_of(record) for record in records if is_timed(record))
-    if not clocks or clocks.most_common(1)[0][0] not in DEVICE_CLOCKS:
-        return []
-    return [
-        "times are of the device's kernels: what the host takes to launch them and to wait for them is not in them, so "
-        "short calls of eager code take longer than this (`attnbench show RUN --detail` has the wall times taken)"
-    ]
-
-
-def _mixed_clocks(section: Section) -> list[str]:
-    groups = [group for run in section.runs.values() for group in by_workload(run).values()]
-    found = [{clock_of(record) for record in group if is_timed(record)} for group in groups]
-    mixed = [clocks for clocks in found if len(clocks) > 1]
-    if not mixed:
-        return []
-    shapes = f"{counted(len(mixed), 'shape')} {'was' if len(mixed) == 1 else 'were'}"
-    names = ", ".join(sorted(set().union(*mixed)))
-    return [f"{shapes} timed by different clocks ({names}): shown and compared by one that most of them hold"]
-
-
-def measured(page: Page) -> list[Measured]:
+def collect_standings(page: Page) -> list[MachineStandings]:
     """Return the parts of which the summaries beside the page are made."""
-    return [Measured(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
+    return [MachineStandings(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
 
 
 def render(page: Page) -> str:
@@ -156,16 +139,19 @@ def render(page: Page) -> str:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_one_way,
+        # Markup is ours, or was cleaned before.
+        finalize=lambda value: one_way(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    environment.filters |= {"capital": _capital, "grouped": group_advice}
+    environment.filters |= {"capital": capital, "grouped": group_advice}
     scripts = [vega_script(), "\n".join(_template(name) for name in SCRIPTS)]
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     days = sorted({source.run.header.created[:10] for source in page.sources})
     return environment.get_template("page.html").render(
         page=page,
         style=Markup(_template("style.css")),
         scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
+        policy=f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
         data=Markup(script_json(_data(page))),
         facts=[section_facts(part.section.environments, part.section.records) for part in page.parts],
         days=" to ".join(dict.fromkeys((days[0], days[-1]))),
@@ -175,24 +161,13 @@ def render(page: Page) -> str:
     )
 
 
-def _one_way(value: Any) -> Any:
-    """Return a value for the page without controls of direction; markup is ours, or was cleaned before."""
-    return one_way(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
     """Return a sentence with a capital at the beginning, unless it begins with the name of an implementation."""
     return text if "." in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def _template(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def _data(page: Page) -> dict[str, Any]:
@@ -210,3 +185,14 @@ def _data(page: Page) -> dict[str, Any]:
             for part in page.parts
         ],
     }
+
+
+def one_way(text: str) -> str:
+    """Return a text without controls of direction; letters that are written from the right stay."""
+    return text.translate(DIRECTIONS)
+
+
+def script_json(document: Any) -> str:
+    """Return JSON without any character that could end a script element, begin markup or turn a line around."""
+    text = one_way(msgspec.json.encode(document).decode())
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct, field
 
 from attnbench.results.families import FRAMEWORKS, head_words, kind_of
-from attnbench.results.records import ANCHOR, is_timed
+from attnbench.results.records import is_anchor, is_timed
 from attnbench.results.run_file import Run
 from attnbench.spec import Environment, Record, Workload
 
@@ -19,7 +19,7 @@ DIGEST = re.compile(r"[-+][0-9a-f]{8}\b")
 """Part of an id that distinguishes masks made of arrays, and says nothing to a reader."""
 
 
-class Source(Struct, frozen=True):
+class ReportedRun(Struct, frozen=True):
     """A run file that was read, and its name on the page."""
 
     name: str
@@ -72,14 +72,14 @@ class Section(Struct):
             self.environments.setdefault(name, environment)
 
 
-def gather(sources: Sequence[Source]) -> list[Section]:
+def gather(sources: Sequence[ReportedRun]) -> list[Section]:
     """Return the sections of all runs, the one with most timed records first.
 
     A run is split before it is put beside others: its frameworks were timed in interleaved rounds and stay together.
     """
     sections: list[Section] = []
     for place, source in enumerate(sources):
-        for part in _parts([r for r in source.run.records if not r.implementation.startswith(ANCHOR)], place):
+        for part in _parts([r for r in source.run.records if not is_anchor(r)], place):
             known = [section for section in sections if section.environments and section.admits(part.environments)]
             if not known or not part.environments:
                 sections.append(part)
@@ -96,24 +96,20 @@ def _parts(records: Sequence[Record], place: int) -> list[Section]:
     parts: list[Section] = []
     homes: dict[int, Section] = {}
     for record in sorted(records, key=lambda record: not is_timed(record)):
-        if id(record.environment) not in homes:
-            homes[id(record.environment)] = _home(parts, record)
+        environment = record.environment
+        if id(environment) in homes:
+            continue
+        here = {} if environment is None else {environment.framework: environment}
+        home = next((part for part in parts if here and part.admits(here)), None)
+        if home is not None:
+            home.learn(here)
+        elif not parts or is_timed(record):
+            home = Section(here)
+            parts.append(home)
+        homes[id(environment)] = home or parts[0]
     for record in records:
         homes[id(record.environment)].runs.setdefault(place, []).append(record)
     return parts
-
-
-def _home(parts: list[Section], record: Record) -> Section:
-    """Return the part of a run that a record belongs to, which is made if need be."""
-    environment = record.environment
-    here = {} if environment is None else {environment.framework: environment}
-    home = next((part for part in parts if here and part.admits(here)), None)
-    if home is not None:
-        home.learn(here)
-    elif not parts or is_timed(record):
-        home = Section(here)
-        parts.append(home)
-    return home or parts[0]
 
 
 class ShapeNames(Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from attnbench.report.html.packing import pack
+from attnbench.report.html.cells import pack
 
 Kind = Literal[
     "text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval", "list", "of"

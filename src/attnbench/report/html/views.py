@@ -1,23 +1,50 @@
-"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table."""
+"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table; and the rows of
+those that do not show cells: frameworks side by side, KV cache, kernels, growth with length, reasons, ceilings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
 
 from msgspec import Struct
 
-from attnbench.report.html import charts, derived, tables
-from attnbench.report.html.cells import FARTHEST, Cells, winner_rows
+from attnbench.report.html import charts, tables
+from attnbench.report.html.cells import FARTHEST, Cells, short, winner_rows
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.history import History, how_looked, of_section, point_rows, trend_rows, which_runs, why_none
+from attnbench.report.html.history import (
+    History,
+    describe_search,
+    explain_no_history,
+    name_runs,
+    of_section,
+    point_rows,
+    trend_rows,
+)
 from attnbench.report.html.layout import line_choices
-from attnbench.report.html.sections import Section
+from attnbench.report.html.sections import Section, ShapeNames, kind_words
 from attnbench.report.html.tables import Table, own
+from attnbench.results.families import tracks
+from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE
+from attnbench.results.records import framework_of, is_timed, label
+from attnbench.results.sentences import CANNOT_TELL, capped, category, counted, format_ratio
+from attnbench.spec import Cost, Ok, Record
 
 FEW = "The best and the plain ones are firm, the others faint until you point at their names."
 MOST_LINES = 80
 """Most shapes that a chart with a line per shape draws."""
+SIDES = {1: "torch", -1: "JAX", 0: "too close to call"}
+"""Sign of a ratio -> the faster framework."""
+MOST_KERNELS = 12
+MOST_NAMES = 8
+LONGEST_REASON = 400
+SHORT_REASON = 200
+MOST_REASONS = 3
+CEILINGS = {"always": "compute", "never": "memory"}
+"""Regime -> limit that sets the ceiling at all lengths of a track."""
+Rows = list[dict[str, Any]]
 
 
 class View(Struct, frozen=True):
@@ -38,7 +65,7 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
         _memory(cells, labels),
         *_growth(cells),
         own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
-                 own(tables.CACHE, derived.kv_cache(cells), "cache", True)),
+                 own(tables.CACHE, kv_cache(cells), "cache", True)),
         _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
                 "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
                 "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION)),
@@ -46,13 +73,17 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
         _if_any(cells, "ns", View("percentiles", "Latency percentiles",
                 "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
                 table=tables.PERCENTILES)),
-        _compile(cells, labels),
+        _if_any(cells, "compile", View("compile", "Compile time", "Once per shape, before anything is timed.",
+                [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
+                tables.COMPILE), "Nothing that was timed had to be compiled."),
         _correctness(cells, labels),
         _frameworks(cells),
         history,
         own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
-                 own(tables.KERNELS, derived.kernels(cells), "label", made_by="kernels"), "No run was profiled."),
-        _not_run(cells),
+                 own(tables.KERNELS, kernels(cells), "label", made_by="kernels"), "No run was profiled."),
+        View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.", table=tables.NOT_RUN)
+        if any(cell["status"] != "ok" for cell in cells.rows)
+        else View("not-run", "Skipped or failed", empty="Everything that was asked for ran and was right."),
     ]  # fmt: skip
     return [view for view in views if view is not None]
 
@@ -117,7 +148,7 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         f"if the interval stays within {GOOD:g} times either way; else it cannot tell, and more rounds would.",
         table=tables.SPEEDUPS,
     )
-    nothing = derived.why_nothing(cells.records)
+    nothing = explain_nothing_timed(cells.records)
     return [
         _if_any(cells, "ns", winners, nothing),
         _if_any(cells, "ns", regret),
@@ -127,8 +158,8 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
 
 
 def _beside(cells: Cells) -> str:
-    told = " Batches that share a length stand side by side, the smallest on the left."
-    return told if any("beside" in cell for cell in cells.rows) else ""
+    beside = any("beside" in cell for cell in cells.rows)
+    return " Batches that share a length stand side by side, the smallest on the left." if beside else ""
 
 
 def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
@@ -145,7 +176,7 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
 
 
 def _growth(cells: Cells) -> list[View | None]:
-    rows = derived.growth_rows(cells.records, cells.names)
+    rows = growth_rows(cells.records, cells.names)
     time, memory = ([row for row in rows if row.get(field) is not None] for field in ("time", "memory"))
     fitted = (
         "Exponents over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2). Two lengths have no interval."
@@ -162,27 +193,14 @@ def _growth(cells: Cells) -> list[View | None]:
     ]  # fmt: skip
 
 
-def _not_run(cells: Cells) -> View:
-    if all(cell["status"] == "ok" for cell in cells.rows):
-        return View("not-run", "Skipped or failed", empty="Everything that was asked for ran and was right.")
-    note = "Once per reason. What has no result has no time."
-    return View("not-run", "Skipped or failed", note, table=tables.NOT_RUN)
-
-
 def _roofline(cells: Cells, labels: Sequence[str]) -> View | None:
     note = (
         "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
         "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an implementation at 2 % "
         "of its ceiling is bound by something else."
     )
-    view = View("roofline", "Roofline", note, [charts.roofline(labels, derived.roofs(cells))], tables.ROOFLINE)
+    view = View("roofline", "Roofline", note, [charts.roofline(labels, roofs(cells))], tables.ROOFLINE)
     return _if_any(cells, "roofline", view, "No ceiling was measured for this device and precision.")
-
-
-def _compile(cells: Cells, labels: Sequence[str]) -> View | None:
-    chart = charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")
-    view = View("compile", "Compile time", "Once per shape, before anything is timed.", [chart], tables.COMPILE)
-    return _if_any(cells, "compile", view, "Nothing that was timed had to be compiled.")
 
 
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
@@ -200,7 +218,7 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
 
 
 def _frameworks(cells: Cells) -> View | None:
-    rows = derived.side_by_side(cells)
+    rows = side_by_side(cells)
     note = (
         "The best exact implementation of each on the same shape, measured in interleaved rounds, with 99 % intervals, "
         "by the run that decides the shape if it has both, else by the newest that has. "
@@ -216,11 +234,172 @@ def history_view(history: History, section: Section, cells: Cells, labels: Seque
     """Return the view of how the times of a section changed over its runs."""
     trends = of_section(history, section)
     if not trends:
-        return View("history", "History", empty=why_none(history, section))
+        return View("history", "History", empty=explain_no_history(history, section))
     note = (
         "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
-        f"the whole machine down moves nothing here. {which_runs(history)} {how_looked(trends)}"
+        f"the whole machine down moves nothing here. {name_runs(history)} {describe_search(trends)}"
     )
     chart = charts.history(labels, point_rows(trends, cells.names))
     table = own(tables.HISTORY, trend_rows(trends, cells.names), "moved", True)
     return View("history", "History", note, [chart], table)
+
+
+def side_by_side(cells: Cells) -> Rows:
+    """Return a row for every shape on which the winner of torch and that of JAX took turns."""
+    torch, jax = (cells.standings.frameworks.get(name, {}) for name in ("torch", "jax"))
+    rows: Rows = []
+    for key in (key for key in torch if key in jax):
+        ours, theirs = torch[key].first, jax[key].first
+        both = cells.standings.together(key, ours, theirs) if ours is not None and theirs is not None else None
+        if both is None or ours is None or theirs is None:
+            continue
+        ratio = both.ratio(ours, theirs)
+        rows.append(
+            _shape(both.ranked[ours], cells.names)
+            | {
+                "torch": ours,
+                "torch_ns": both.times[ours],
+                "jax": theirs,
+                "jax_ns": both.times[theirs],
+                "gain": ratio.value,
+                "gain_low": ratio.low,
+                "gain_high": ratio.high,
+                "gain_text": format_ratio(ratio),
+                "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
+            }
+        )
+    return rows
+
+
+def _shape(record: Record, names: ShapeNames) -> dict[str, Any]:
+    workload = record.workload
+    return {
+        "shape": names.shape(workload),
+        "workload": workload.id,
+        "kind": kind_words(workload),
+        "pass": workload.pass_,
+    }
+
+
+def kv_cache(cells: Cells) -> Rows:
+    """Return the bytes of a cache of keys and values at each shape; they do not depend on an implementation."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record in cells.records:
+        if isinstance(record, Ok) and record.memory.kv_cache_bytes:
+            workload = record.workload
+            rows[workload.id] = _shape(record, cells.names) | {
+                "cache": record.memory.kv_cache_bytes,
+                "per_token": round(record.memory.kv_cache_bytes / (workload.batch * workload.kv_len)),
+                "scores": record.memory.scores_bytes or None,
+            }
+    return list(rows.values())
+
+
+def kernels(cells: Cells) -> Rows:
+    """Return the kernels that each cell launched; the page joins shapes that launched the same."""
+    return [
+        {"label": label(record), "framework": framework_of(record)}
+        | _shape(record, cells.names)
+        | {"kernels": "\n".join(capped([*map(short, record.kernels)], MOST_KERNELS))}
+        for record in cells.records
+        if isinstance(record, Ok) and record.kernels
+    ]
+
+
+def explain_nothing_timed(records: Iterable[Record]) -> str:
+    """Return the reasons that most cells without a result have."""
+    reasons = Counter(record.reason for record in records if not isinstance(record, Ok))
+    told = [
+        f"{' '.join(reason.split())[:SHORT_REASON].rstrip('.')} ({counted(count, 'cell')})"
+        for reason, count in reasons.most_common(MOST_REASONS)
+    ]
+    return "Nothing was timed." + (f" The reasons given most often: {'; '.join(told)}." if told else "")
+
+
+def not_run(records: Iterable[Record], names: ShapeNames) -> Rows:
+    """Return a row per reason for the cells without a result."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if not isinstance(record, Ok):
+            groups.setdefault((record.status, record.reason), []).append(record)
+    return [
+        {
+            "status": status.replace("_", " "),
+            "cells": len(group),
+            "labels": ", ".join(capped(list(dict.fromkeys(map(label, group))), MOST_NAMES)),
+            "reason": reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 1]}…",
+            "where": names.shape(group[0].workload),
+        }
+        for (status, reason), group in groups.items()
+    ]
+
+
+def roofs(cells: Cells) -> Rows:
+    """Return the measured ceilings as lines, worked out from the shares that were reached under them."""
+    points: dict[str, list[Cost]] = {}
+    for record in (record for run in cells.standings.runs for record in run):
+        if is_timed(record) and record.cost.roofline and record.cost.bytes:
+            points.setdefault(f"{framework_of(record)}, {record.workload.dtype}", []).append(record.cost)
+    reached = [cost.flops / cost.bytes for costs in points.values() for cost in costs]
+    rows: Rows = []
+    for name, costs in points.items():
+        tflops, gb_per_s = _ceiling(costs, "compute"), _ceiling(costs, "memory")
+        ends = [min(reached), max(reached)]
+        if tflops and gb_per_s and ends[0] < 1e3 * tflops / gb_per_s < ends[1]:
+            ends.insert(1, 1e3 * tflops / gb_per_s)  # the memory ceiling rises until the compute ceiling binds
+        for x in ends:
+            limits = [limit for limit in (tflops, gb_per_s and gb_per_s * x / 1e3) if limit]
+            if limits:
+                rows.append({"roof": name, "intensity": round(x, 3), "tflops": round(min(limits), 4)})
+    return rows
+
+
+def _ceiling(costs: Iterable[Cost], bound: str) -> float | None:
+    """Return TFLOP/s or GB/s of a ceiling; None if nothing was bound by it."""
+    rates = [
+        rate / cost.roofline
+        for cost in costs
+        if cost.bound == bound and cost.roofline and (rate := cost.tflops if bound == "compute" else cost.gb_per_s)
+    ]
+    return median(rates) if rates else None
+
+
+def growth_rows(records: Iterable[Record], names: ShapeNames) -> Rows:
+    """Return a row per implementation and track that was measured at two lengths or more."""
+    rows: Rows = []
+    for track, members in tracks(records).items():
+        regime = compute_bound(record for mine in members.values() for record in mine)
+        ceiling = None if regime is None else CEILINGS.get(regime.begins)
+        if regime is not None and ceiling is None:
+            ceiling = f"compute, from somewhere between {regime.below:,} and {regime.length:,} tokens"
+        for name, mine in members.items():
+            time, memory = exponent(time_points(mine)), exponent(memory_points(mine))
+            shapes = [record.workload for record in mine if isinstance(record, Ok)]
+            row: dict[str, Any] = {
+                "label": name,
+                "framework": track.family.framework,
+                "pass": track.family.pass_,
+                "track": names.track(shapes[0]) if shapes else "",
+                # What the filters look at, a line for each shape.
+                "words": "\n".join(f"{w.id} {names.shape(w)} {kind_words(w)}" for w in shapes),
+            }
+            if time is not None:
+                row |= _fit_fields("time", time) | {"bound": ceiling}
+            if memory is not None:
+                limit = fits_until(mine)
+                fits = None if limit is None else limit.length
+                row |= _fit_fields("memory", memory) | {"memory_is": memory.growth, "fits": fits}
+            if time is not None or memory is not None:
+                rows.append(row)
+    return rows
+
+
+def _fit_fields(name: str, fit: Fit) -> dict[str, Any]:
+    low, high = fit.overall.interval or (None, None)
+    return {
+        "lengths": f"{fit.lengths[0]} to {fit.lengths[-1]}",
+        name: fit.overall.exponent,
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_theory": fit.overall.theory,
+    }

@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.printable import printable
-from attnbench.results.exports.table import Source
+from attnbench.results.exports.table import ExportedRun
 from attnbench.results.run_file import Header
-from attnbench.spec import DIRTY, Environment, Ok, Time
+from attnbench.spec import DIRTY, Ok, Time
 
 LONGEST_NAME = 1024
 """Characters of the longest name that Bencher takes."""
@@ -36,25 +36,19 @@ class Timed(Struct, frozen=True):
     header: Header
 
 
-def timed(sources: Sequence[Source]) -> list[Timed]:
+def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
     """Return the timed cells without the anchors; these tools know a benchmark by its name, so of several the last
     counts."""
     found: dict[str, Timed] = {}
     for source in sources:
         for record in source.records:
             if isinstance(record, Ok) and record.time is not None and record.implementation not in ANCHORS:
-                name = _name(record.cell.id)
+                name = printable(record.cell.id)
+                if len(name) > LONGEST_NAME:  # cut, with digits that tell it from others that begin alike
+                    digits = hashlib.sha256(name.encode()).hexdigest()[:12]
+                    name = f"{name[: LONGEST_NAME - len(digits) - 1]}-{digits}"
                 found[name] = Timed(name, record, record.time, source.header)
     return list(found.values())
-
-
-def _name(text: str) -> str:
-    """Return a name that is short enough; a long one is cut, with digits that tell it from others that begin alike."""
-    name = printable(text)
-    if len(name) <= LONGEST_NAME:
-        return name
-    digits = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{name[: LONGEST_NAME - len(digits) - 1]}-{digits}"
 
 
 def facts(one: Timed) -> dict[str, str]:
@@ -70,7 +64,7 @@ def facts(one: Timed) -> dict[str, str]:
     return {name: printable(text) for name, text in told.items()}
 
 
-def pytest_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
+def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`.
 
     Times are in seconds, with one group per workload.
@@ -78,8 +72,18 @@ def pytest_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
     cells = timed(sources)
     first = cells[0] if cells else None
     environment = None if first is None else first.record.environment
+    machine: dict[str, Any] = {}
+    if environment is not None:
+        machine = {
+            "node": environment.device_name,
+            "machine": environment.device,
+            "processor": environment.cpu,
+            "system": environment.system,
+            "python_version": environment.python,
+            "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
+        }
     return {
-        "machine_info": _machine(environment),
+        "machine_info": machine,
         "commit_info": {
             "id": "" if environment is None else environment.commit.removesuffix(DIRTY),
             "dirty": environment is not None and environment.is_dirty,
@@ -87,19 +91,6 @@ def pytest_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
         "benchmarks": [_benchmark(one) for one in cells],
         "datetime": "" if first is None else first.header.created,
         "version": PYTEST_BENCHMARK_VERSION,
-    }
-
-
-def _machine(environment: Environment | None) -> dict[str, Any]:
-    if environment is None:
-        return {}
-    return {
-        "node": environment.device_name,
-        "machine": environment.device,
-        "processor": environment.cpu,
-        "system": environment.system,
-        "python_version": environment.python,
-        "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
     }
 
 
@@ -152,17 +143,12 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
     }
 
 
-def google_benchmark(sources: Sequence[Source]) -> dict[str, Any]:
+def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     """Return Google Benchmark's JSON: a repetition per round and the usual aggregates.
 
     Its `compare.py` demands a `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`.
     """
     cells = timed(sources)
-    runs = [run for family, one in enumerate(cells) for run in _runs(one, family)]
-    return {"context": _context(cells), "benchmarks": runs}
-
-
-def _context(cells: Sequence[Timed]) -> dict[str, Any]:
     context: dict[str, Any] = {
         "executable": "attnbench",
         "library_build_type": "release",
@@ -173,7 +159,7 @@ def _context(cells: Sequence[Timed]) -> dict[str, Any]:
         context["date"] = cells[0].header.created
         if environment is not None:
             context |= {"num_cpus": environment.cores, "host_name": environment.device_name}
-    return context
+    return {"context": context, "benchmarks": [run for n, one in enumerate(cells) for run in _runs(one, n)]}
 
 
 def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
@@ -186,14 +172,21 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
         "threads": 1,
     }
     label = {"label": ", ".join(f"{name}={value}" for name, value in facts(one).items())}
-    runs = []
-    for index, (ns, calls) in enumerate(rounds):
-        kind = {"run_type": "iteration", "repetition_index": index, "iterations": calls}
-        runs.append({"name": one.name, **shared, **kind, **_times(ns), **label})
-    for name, value in _aggregates([ns for ns, _ in rounds]).items():
+
+    def run(name: str, ns: float, **kind: Any) -> dict[str, Any]:
+        return {"name": name, **shared, **kind, "real_time": ns, "cpu_time": ns, "time_unit": "ns", **label}
+
+    runs = [
+        run(one.name, ns, run_type="iteration", repetition_index=index, iterations=calls)
+        for index, (ns, calls) in enumerate(rounds)
+    ]
+    times = [ns for ns, _ in rounds]
+    spread, mean = stdev(times) if len(times) > 1 else 0.0, fmean(times)
+    totals = {"mean": mean, "median": median(times), "stddev": spread, "cv": spread / mean if mean else 0.0}
+    for name, value in totals.items():
         unit = "percentage" if name == "cv" else "time"
         kind = {"run_type": "aggregate", "aggregate_name": name, "aggregate_unit": unit, "iterations": len(rounds)}
-        runs.append({"name": f"{one.name}_{name}", **shared, **kind, **_times(value), **label})
+        runs.append(run(f"{one.name}_{name}", value, **kind))
     return runs
 
 
@@ -207,17 +200,7 @@ def round_times(time: Time) -> list[tuple[float, int]]:
     return [(median(part), len(part) * time.calls_per_sample) for part in parts]
 
 
-def _aggregates(rounds: Sequence[float]) -> dict[str, float]:
-    spread = stdev(rounds) if len(rounds) > 1 else 0.0
-    mean = fmean(rounds)
-    return {"mean": mean, "median": median(rounds), "stddev": spread, "cv": spread / mean if mean else 0.0}
-
-
-def _times(ns: float) -> dict[str, Any]:
-    return {"real_time": ns, "cpu_time": ns, "time_unit": "ns"}
-
-
-def bencher(sources: Sequence[Source]) -> dict[str, Any]:
+def bencher(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     """Return Bencher Metric Format: benchmark -> measure -> value with its bounds.
 
     Latency is in ns, throughput in calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it.
@@ -240,18 +223,17 @@ def _measures(one: Timed) -> dict[str, dict[str, float]]:
     return measures
 
 
-def github_action_benchmark(sources: Sequence[Source]) -> list[dict[str, object]]:
+def github_action_benchmark(sources: Sequence[ExportedRun]) -> list[dict[str, object]]:
     """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
 
     `range` is half the interval of the median.
     """
-    return [_entry(one) for one in timed(sources)]
-
-
-def _entry(one: Timed) -> dict[str, object]:
-    entry: dict[str, object] = {"name": one.name, "unit": "ns", "value": one.time.median_ns}
-    if one.time.ci95_ns is not None:
-        low, high = one.time.ci95_ns
-        entry["range"] = f"± {(high - low) / 2:.0f}"
-    entry["extra"] = "\n".join(f"{name}: {value}" for name, value in facts(one).items())
-    return entry
+    entries: list[dict[str, object]] = []
+    for one in timed(sources):
+        entry: dict[str, object] = {"name": one.name, "unit": "ns", "value": one.time.median_ns}
+        if one.time.ci95_ns is not None:
+            low, high = one.time.ci95_ns
+            entry["range"] = f"± {(high - low) / 2:.0f}"
+        entry["extra"] = "\n".join(f"{name}: {value}" for name, value in facts(one).items())
+        entries.append(entry)
+    return entries

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import UsageError
+from attnbench.files import INTEGERS
 from attnbench.measuring.rates import notes_of
-from attnbench.reading import INTEGERS
 from attnbench.results.run_file import Header
 from attnbench.spec import Environment, Ok, Record
 
@@ -22,93 +22,49 @@ PARTS = ("forward", "backward", "wall", "events", "kernel", "graph")
 TIMES = ("median", "min", "max", "p50", "p95", "p99", "mean", "std")
 ERRORS = ("forward", "backward", "lse")
 
+
+def _columns(kind: Type, names: str) -> dict[str, Type]:
+    return dict.fromkeys(names.split(), kind)
+
+
 COLUMNS: Mapping[str, Type] = {
-    "run": "text",
-    "created": "text",
-    "suite": "text",
-    "attnbench": "text",
-    "status": "text",
-    "reason": "text",
-    "implementation": "text",
-    "config": "text",
-    "framework": "text",
-    "workload": "text",
-    "batch": "integer",
-    "q_len": "integer",
-    "kv_len": "integer",
-    "heads": "integer",
-    "kv_heads": "integer",
-    "head_dim": "integer",
-    "v_head_dim": "integer",
-    "dtype": "text",
-    "mask": "text",
-    "pass": "text",
-    "scale": "real",
-    "softcap": "real",
-    "inputs": "text",
-    "source": "text",
-    "tags": "text",
-    "approximate": "boolean",
-    "deterministic": "boolean",
+    **_columns("text", "run created suite attnbench status reason implementation config framework workload"),
+    **_columns("integer", "batch q_len kv_len heads kv_heads head_dim v_head_dim"),
+    **_columns("text", "dtype mask pass"),
+    **_columns("real", "scale softcap"),
+    **_columns("text", "inputs source tags"),
+    **_columns("boolean", "approximate deterministic"),
     "clock": "text",
     **{f"{name}_ns": "real" for name in TIMES},
-    "ci95_low_ns": "real",
-    "ci95_high_ns": "real",
-    "outliers": "integer",
-    "samples": "integer",
-    "calls_per_sample": "integer",
+    **_columns("real", "ci95_low_ns ci95_high_ns"),
+    **_columns("integer", "outliers samples calls_per_sample"),
     **{f"{name}_median_ns": "real" for name in PARTS},
-    "compile_ns": "integer",
-    "first_call_ns": "integer",
-    "tokens_per_s": "real",
-    "calls_per_s": "real",
-    "samples_per_s": "real",
+    **_columns("integer", "compile_ns first_call_ns"),
+    **_columns("real", "tokens_per_s calls_per_s samples_per_s"),
     "peak_bytes": "integer",
     "peak_reason": "text",
-    "theory_bytes": "integer",
-    "scores_bytes": "integer",
-    "kv_cache_bytes": "integer",
-    "reserved_bytes": "integer",
+    **_columns("integer", "theory_bytes scores_bytes kv_cache_bytes reserved_bytes"),
     "fragmentation": "real",
     "memory_method": "text",
-    "flops": "integer",
-    "least_bytes": "integer",
-    "tflops": "real",
-    "gb_per_s": "real",
-    "roofline": "real",
-    "bound": "text",
-    "roofline_reason": "text",
+    **_columns("integer", "flops least_bytes"),
+    **_columns("real", "tflops gb_per_s roofline"),
+    **_columns("text", "bound roofline_reason"),
     **{f"{name}_error": "real" for name in ERRORS},
-    "forward_error_allowed": "real",
-    "backward_error_allowed": "real",
-    "max_abs_error": "real",
+    **_columns("real", "forward_error_allowed backward_error_allowed max_abs_error"),
     "hidden_nan": "text",
     "verified_share": "real",
-    "quality": "text",
-    "kernels": "text",
-    "notes": "text",
-    "isolation": "text",
-    "fingerprint": "text",
-    "device": "text",
-    "device_name": "text",
+    **_columns("text", "quality kernels notes isolation fingerprint device device_name"),
     "device_memory_bytes": "integer",
     "cpu": "text",
-    "cores": "integer",
-    "threads": "integer",
-    "python": "text",
-    "system": "text",
-    "driver": "text",
-    "framework_version": "text",
-    "packages": "text",
-    "harness": "text",
-    "commit": "text",
+    **_columns("integer", "cores threads"),
+    **_columns("text", "python system driver framework_version packages harness commit"),
     "samples_ns": "reals",
     "rounds": "integers",
 }
 """Every column, in order. `config`, `quality` and `packages` are JSON; `reals` and `integers` are lists."""
 
 
-class Source(Struct, frozen=True):
+class ExportedRun(Struct, frozen=True):
     """A run to export: name, header and records."""
 
     name: str
@@ -116,7 +72,7 @@ class Source(Struct, frozen=True):
     records: Sequence[Record]
 
 
-def rows(sources: Sequence[Source]) -> Iterator[Row]:
+def rows(sources: Sequence[ExportedRun]) -> Iterator[Row]:
     """Yield a row per record of any status, with every column."""
     for source in sources:
         header = {"run": source.name, "created": source.header.created, "suite": source.header.suite}
@@ -126,14 +82,14 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
             yield {name: found.get(name) for name in COLUMNS}
 
 
-def rows_of_64_bits(sources: Sequence[Source]) -> Iterator[Row]:
+def rows_of_64_bits(sources: Sequence[ExportedRun]) -> Iterator[Row]:
     """Yield the same rows for a database; raises UsageError for an integer that no column can hold."""
     for row in rows(sources):
         for name, value in row.items():
             if isinstance(value, int) and value not in INTEGERS:
                 cell = f"{row['implementation']} on {row['workload']}"
                 raise UsageError(
-                    f"{name} of {cell} in {row['run']} needs {value.bit_length()} bits and a column has 63: "
+                    f"{name} of {cell} in {row['run']} needs {value.bit_length()} bits, but a column holds 63: "
                     "leave this cell out with --filter, or choose --format csv."
                 )
         yield row
@@ -173,20 +129,15 @@ def _where(environment: Environment | None) -> Row:
 
 
 def _measured(record: Record) -> Row:
-    errors: Row = {}
+    row: Row = {}
     if record.errors is not None:
-        errors = {f"{name}_error": getattr(record.errors, name) for name in ERRORS}
-        errors |= {
-            f"{name}_error_allowed": getattr(record.errors, f"{name}_allowed") for name in ("forward", "backward")
-        }
-        errors |= {"max_abs_error": record.errors.max_abs, "hidden_nan": record.errors.hidden_nan}
+        row = {f"{name}_error": getattr(record.errors, name) for name in ERRORS}
+        row |= {f"{name}_error_allowed": getattr(record.errors, f"{name}_allowed") for name in ("forward", "backward")}
+        row |= {"max_abs_error": record.errors.max_abs, "hidden_nan": record.errors.hidden_nan}
     if not isinstance(record, Ok):
-        return errors
-    return {**errors, **_speed(record), **_resources(record)}
-
-
-def _speed(record: Ok) -> Row:
-    row: Row = {
+        return row
+    memory, cost = record.memory, record.cost
+    row |= {
         "approximate": record.approximate,
         "deterministic": record.deterministic,
         "verified_share": record.verified_at.share,
@@ -196,22 +147,6 @@ def _speed(record: Ok) -> Row:
         "quality": _json(record.quality),
         "notes": "; ".join(notes_of(record)),
         **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
-    }
-    if record.throughput is not None:
-        row |= msgspec.structs.asdict(record.throughput)
-    if record.time is not None:
-        time = record.time
-        low, high = time.ci95_ns or (None, None)
-        row |= {f"{name}_ns": getattr(time, f"{name}_ns") for name in TIMES}
-        row |= {"clock": time.clock, "ci95_low_ns": low, "ci95_high_ns": high, "outliers": time.outliers}
-        row |= {"samples": len(time.samples_ns), "calls_per_sample": time.calls_per_sample}
-        row |= {"samples_ns": list(time.samples_ns), "rounds": list(time.rounds)}
-    return row
-
-
-def _resources(record: Ok) -> Row:
-    memory, cost = record.memory, record.cost
-    return {
         "peak_bytes": memory.peak_bytes,
         "peak_reason": memory.reason,
         "theory_bytes": memory.theory_bytes,
@@ -228,6 +163,16 @@ def _resources(record: Ok) -> Row:
         "bound": cost.bound,
         "roofline_reason": cost.reason,
     }
+    if record.throughput is not None:
+        row |= msgspec.structs.asdict(record.throughput)
+    if record.time is not None:
+        time = record.time
+        low, high = time.ci95_ns or (None, None)
+        row |= {f"{name}_ns": getattr(time, f"{name}_ns") for name in TIMES}
+        row |= {"clock": time.clock, "ci95_low_ns": low, "ci95_high_ns": high, "outliers": time.outliers}
+        row |= {"samples": len(time.samples_ns), "calls_per_sample": time.calls_per_sample}
+        row |= {"samples_ns": list(time.samples_ns), "rounds": list(time.rounds)}
+    return row
 
 
 def _json(value: object) -> str:

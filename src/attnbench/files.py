@@ -1,15 +1,19 @@
-"""Read files that others made: one kind of error says what is wrong with them, and none is read without limit.
+"""Read files that others made, and write our own: whole or not at all.
 
-JSON that cannot be decoded for any reason (no UTF-8, nested too deeply, an integer that no column holds) is a
-`msgspec.DecodeError`, of which each reader makes a `BrokenFile` that names the file and the line.
+One kind of error says what is wrong with a file, and none is read without limit. JSON that cannot be decoded for any
+reason (no UTF-8, nested too deeply, an integer that no column holds) is a `msgspec.DecodeError`, of which each reader
+makes a `BrokenFile` that names the file and the line.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import secrets
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +45,21 @@ def files_in(folder: Path, *patterns: str) -> list[Path]:
 
 
 def read_content(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:
-    """Return the bytes of a file; one that has more is a BrokenFile, and no more of it is read."""
+    """Return the bytes of a file; raises BrokenFile, without reading on, if it has more than `most`."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise BrokenFile(path, None, f"larger than {most // MIB} MiB, which no file of this kind is.")
+        raise BrokenFile(path, None, f"larger than {most // MIB} MiB, the limit for files of this kind.")
     return content
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file without their ends; one that is too long is a BrokenFile and is not read whole."""
+    """Return the lines of a file without their ends; raises BrokenFile, without reading on, if one is too long."""
     lines: list[bytes] = []
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE + 1):
             if len(line) > LONGEST_LINE:
-                raise BrokenFile(path, len(lines) + 1, f"longer than {LONGEST_LINE // MIB} MiB, which no line here is.")
+                raise BrokenFile(path, len(lines) + 1, f"longer than {LONGEST_LINE // MIB} MiB, the limit for a line.")
             lines.append(line.removesuffix(b"\n"))
     return lines
 
@@ -88,7 +92,7 @@ def _decode_errors() -> Iterator[None]:
 
 
 def _check_numbers_and_depth(content: bytes) -> None:
-    """Refuse what would be decoded and then break whoever formats, copies or stores it."""
+    """Raise DecodeError for values that could be decoded, but not formatted, copied or stored afterwards."""
     long_numbers = _LONG_NUMBER.search(content) is not None
     if not long_numbers and content.count(b"[") + content.count(b"{") <= DEEPEST:
         return
@@ -100,12 +104,9 @@ def _check_numbers_and_depth(content: bytes) -> None:
             raise msgspec.DecodeError(f"nested more than {DEEPEST} levels deep")
     if long_numbers:
         for found in _NUMBER.finditer(bare):
-            if found.end() - found.start() > 18 and not (found[1] or found[2]) and not _is_64_bit(found[0]):
-                raise msgspec.DecodeError(f"the integer {found[0][:24].decode()}… has more than 64 bits")
-
-
-def _is_64_bit(digits: bytes) -> bool:
-    return len(digits) <= 20 and int(digits) in INTEGERS
+            digits = found[0]
+            if len(digits) > 18 and not (found[1] or found[2]) and (len(digits) > 20 or int(digits) not in INTEGERS):
+                raise msgspec.DecodeError(f"the integer {digits[:24].decode()}… has more than 64 bits")
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
@@ -118,17 +119,17 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = tomllib.loads(text)
     except RecursionError as error:
-        raise BrokenFile(path, None, "no valid TOML: nested too deeply.") from error
+        raise BrokenFile(path, None, "not valid TOML: nested too deeply.") from error
     except ValueError as error:  # TOMLDecodeError, and an integer of more digits than Python reads
         found = re.search(r"\(at line (\d+)|\(at end of document\)", str(error))
         line = int(found[1]) if found and found[1] else len(text.splitlines()) if found else None
-        raise BrokenFile(path, line, f"no valid TOML: {error}") from error
+        raise BrokenFile(path, line, f"not valid TOML: {error}") from error
     _check_values(path, table)
     return table, text
 
 
 def line_of(text: str, key: str, after: int = 0) -> int | None:
-    """Return the number of the first line after line `after` that sets the key."""
+    """Return the number of the first line beyond line `after` that sets the key."""
     return next((number for number in lines_of(text, key) if number > after), None)
 
 
@@ -147,7 +148,7 @@ def _check_keys(path: Path, text: str) -> None:
 
 
 def _check_values(path: Path, table: dict[str, Any]) -> None:
-    """Refuse what the standard leaves to the reader: integers of more than 64 bits, and endless nesting."""
+    """Raise BrokenFile for what TOML allows and we do not: integers of more than 64 bits, and deep nesting."""
     left: list[tuple[Any, int]] = [(table, 1)]
     while left:
         value, depth = left.pop()
@@ -157,3 +158,36 @@ def _check_values(path: Path, table: dict[str, Any]) -> None:
             if depth > DEEPEST:
                 raise BrokenFile(path, None, f"nested more than {DEEPEST} levels deep.")
             left += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yield a new file in the same folder to write to, which takes the place of `path` if the block ends well.
+
+    Its name cannot be foreseen, so nobody can have put a link there, and a link in place of `path` is replaced, not
+    followed. The new file has the permissions of the old one. Folders are made if need be. A device or a pipe has
+    nothing to keep and is written to directly.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    draft = path.with_name(f".attnbench-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        if path.is_file() and not path.is_symlink():
+            draft.chmod(path.stat().st_mode & 0o7777)
+        yield draft
+        os.replace(draft, path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write all of them, or none: nothing is replaced before everything is on disk."""
+    with ExitStack() as stack:
+        for path, text in texts.items():
+            stack.enter_context(draft_of(path)).write_text(text, encoding="utf-8", newline="")

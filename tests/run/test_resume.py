@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from page_factory import source, timed
 from record_factory import workload
 
-from attnbench.results.unreached import tell_unreached, unreached
+from attnbench.run.launch import Request
+from attnbench.run.resume import describe_unreached, store_request, unreached
 
 pytest.importorskip("altair")
 from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import Source
+from attnbench.report.html.sections import ReportedRun
 
 
-def asked(*lengths: int, held: tuple[int, ...], request: object = None, name: str = "run.jsonl") -> Source:
+def asked(*lengths: int, held: tuple[int, ...], request: object = None, name: str = "run.jsonl") -> ReportedRun:
     """A run that was asked for some lengths and holds others."""
     found = source(*(timed("torch.sdpa", 1e6, n) for n in held), name=name)
     workloads = [msgspec.to_builtins(workload(n)) for n in lengths] if request is None else request
     header = msgspec.structs.replace(found.run.header, request={"workloads": workloads})
-    return Source(name, msgspec.structs.replace(found.run, header=header))
+    return ReportedRun(name, msgspec.structs.replace(found.run, header=header))
 
 
 def test_what_was_asked_for_and_is_not_there():
@@ -29,7 +32,7 @@ def test_what_was_asked_for_and_is_not_there():
 
 
 def test_the_sentence_says_how_to_go_on():
-    sentence = tell_unreached("a.jsonl", asked(*range(64, 72), held=(64,)).run)
+    sentence = describe_unreached("a.jsonl", asked(*range(64, 72), held=(64,)).run)
     assert sentence is not None
     assert sentence.startswith("a.jsonl ended before 7 of its 8 shapes")
     assert "and 4 more" in sentence
@@ -37,8 +40,8 @@ def test_the_sentence_says_how_to_go_on():
 
 
 def test_a_whole_run_says_nothing():
-    assert tell_unreached("a.jsonl", asked(128, held=(128,)).run) is None
-    assert tell_unreached("a.jsonl", source(timed("torch.sdpa", 1e6)).run) is None
+    assert describe_unreached("a.jsonl", asked(128, held=(128,)).run) is None
+    assert describe_unreached("a.jsonl", source(timed("torch.sdpa", 1e6)).run) is None
 
 
 @pytest.mark.parametrize("request_", ["words", [{"kind": "attention", "batch": -1}], [3]])
@@ -52,3 +55,10 @@ def test_the_page_tells_it_once_and_not_of_what_another_run_holds():
     assert len(page.left) == 1
     assert page.left[0].startswith("second.jsonl ended before 1 of its 3 shapes")
     assert "second.jsonl ended before" in render(page)
+
+
+def test_only_what_a_header_can_hold_is_stored(tmp_path: Path):
+    request = Request(workloads=(workload(128),), implementations=("torch.sdpa",), trace=tmp_path)
+    assert store_request(request)["trace"] == str(tmp_path)
+    with pytest.raises(TypeError):
+        store_request(msgspec.structs.replace(request, implementations=(max,)))
