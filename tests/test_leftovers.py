@@ -56,3 +56,19 @@ def test_a_folder_whose_owner_lives_is_left_alone(tmp_path: Path, monkeypatch: p
         assert elsewhere.exists(), "a lock of another machine may not be seen here"
         assert (tmp_path / "attnbench-someones").exists(), "it does not say whose it is"
     assert not live.exists()
+
+
+def test_an_interruption_while_a_folder_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from attnbench.run.machine import scratch
+
+    make = os.mkdir
+
+    def make_and_interrupt(*given, **named):
+        make(*given, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.mkdir", make_and_interrupt)
+    with pytest.raises(KeyboardInterrupt), scratch():
+        pass
+    assert not list(tmp_path.iterdir())

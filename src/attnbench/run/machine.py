@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import secrets
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from datetime import datetime
 from importlib.metadata import version
 from io import FileIO
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from threading import get_ident
 
 from attnbench.errors import UsageError
@@ -135,10 +136,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def scratch() -> Iterator[Path]:
     """Yield a temporary folder that is removed afterwards; folders of killed processes are removed first."""
     remove_abandoned()
-    with TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        place = Path(folder).resolve()
+    place = Path(gettempdir()).resolve() / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    try:  # its name is known before it is made, so an interruption at any moment leaves nothing behind
+        place.mkdir(mode=0o700)
         with owned(place / OWNER):
             yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def remove_abandoned() -> None:

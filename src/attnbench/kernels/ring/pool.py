@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -58,7 +59,17 @@ class RankProcesses:
 
     def __init__(self, world: int, device: str, threads: int, timeout_s: float) -> None:
         self.world, self._timeout_s = world, timeout_s
-        self._folder = tempfile.mkdtemp(prefix="attnbench-ring-")
+        self._folder = Path(tempfile.gettempdir(), f"attnbench-ring-{secrets.token_hex(8)}").absolute()
+        try:  # its name is known before it is made, so an interruption at any moment leaves nothing behind
+            self._folder.mkdir(mode=0o700)
+            self._start(device, threads)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _start(self, device: str, threads: int) -> None:
+        """Start the process that forks the ranks."""
+        world, timeout_s = self.world, self._timeout_s
         self._log = Path(self._folder, "stderr").open("w+b")  # noqa: SIM115 (lives as long as the ranks)
         control, theirs = socket.socketpair()
         ends = [socket.socketpair() for _ in range(world)]
