@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -71,4 +72,52 @@ def test_an_interruption_while_a_folder_is_made_leaves_none(tmp_path: Path, monk
     monkeypatch.setattr("os.mkdir", make_and_interrupt)
     with pytest.raises(KeyboardInterrupt), scratch():
         pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_removed_with_the_read_only_folders_in_it(monkeypatch: pytest.MonkeyPatch):
+    """As a build leaves them that keeps downloaded modules; root may write everywhere and would see no difference."""
+    from attnbench.run.machine import scratch
+
+    with tempfile.TemporaryDirectory() as outer, monkeypatch.context() as patch:
+        os.chmod(outer, 0o777)
+        patch.setattr("tempfile.tempdir", outer)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            with scratch() as place:
+                kept = place / "modules" / "inner"
+                kept.mkdir(parents=True)
+                (kept / "file").write_text("kept")
+                (place / "link").symlink_to("/")
+                kept.chmod(0o555)
+                kept.parent.chmod(0o000)
+            assert not os.listdir(outer)
+        finally:
+            os.seteuid(user)
+
+
+@pytest.mark.torch
+def test_a_ring_that_cannot_start_leaves_no_process_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    from attnbench.kernels.ring import pool
+
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def remember(*given, **named):
+        started.append(start(*given, **named))
+        return started[-1]
+
+    def interrupt(handle: int):
+        os.close(handle)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", remember)
+    monkeypatch.setattr(pool, "Connection", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.RankProcesses(2, "cpu", 1, 5.0)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
     assert not list(tmp_path.iterdir())

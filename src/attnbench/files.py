@@ -1,4 +1,4 @@
-"""Read files that others made, and write our own: whole or not at all.
+"""Read files that others made, and write our own, whole or not at all; remove our folders.
 
 One kind of error says what is wrong with a file, and none is read without limit. JSON that cannot be decoded for any
 reason (no UTF-8, nested too deeply, an integer that no column holds) is a `msgspec.DecodeError`, of which each reader
@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,6 +43,16 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 def files_in(folder: Path, *patterns: str) -> list[Path]:
     """Return the regular files below a folder that match a pattern; a pipe or a device has no place among results."""
     return sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if it is there, with all that it holds, also in folders that their maker left read-only."""
+    for place, names, _ in os.walk(folder):
+        for name in names:
+            if not os.path.islink(inner := os.path.join(place, name)):
+                with suppress(OSError):
+                    os.chmod(inner, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_content(path: Path, most: int = LARGEST_DOCUMENT) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import registry
+from attnbench.frameworks import host_memory
 from attnbench.measuring import memory
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
@@ -33,6 +36,28 @@ def test_a_numpy_allocation():
     assert profiler.reason is None
     assert_close(profiler.get_peak_memory())
     del array
+
+
+FREED_BEFORE = f"""
+import ctypes
+import numpy as np
+import attnbench as ab
+for option in (-1, -3):  # malloc keeps what is freed, and takes large blocks from the same heap
+    ctypes.CDLL(None).mallopt(option, 1 << 30)
+holes = [np.ones(20_000, np.uint8) for _ in range(400)]
+blocks = [np.ones(1 << 20, np.uint8) for _ in range(64)]
+del holes[::2], blocks  # small blocks come from the holes, none from the free end of the heap
+with ab.MemoryProfiler(device="cpu") as profiler:
+    np.ones(1 << 15, np.uint8)  # from the end of the heap, which is given back when this is freed
+    array = np.ones({SIZE}, np.uint8)
+print(profiler.get_peak_memory())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the high-water mark can be reset on Linux only")
+def test_what_was_freed_before_is_not_taken_off():
+    told = subprocess.run([sys.executable, "-c", FREED_BEFORE], capture_output=True, text=True, check=True).stdout
+    assert_close(int(told))
 
 
 @pytest.mark.torch
@@ -97,7 +122,7 @@ def test_before_the_block_there_is_nothing_to_tell():
     "patch, says",
     [
         (lambda m: m.setattr(memory.sys, "platform", "darwin"), "Linux only"),
-        (lambda m: m.setattr(memory, "CLEAR", Path("/nowhere/clear_refs")), "cannot be reset here"),
+        (lambda m: m.setattr(host_memory, "CLEAR", Path("/nowhere/clear_refs")), "cannot be reset here"),
     ],
     ids=["another system", "no permission"],
 )

@@ -79,16 +79,24 @@ def resident_growth(call: Callable[[], Any]) -> int | None:
     The call may have used memory that was free before. Linux only.
     """
     try:
-        if hasattr(ctypes.CDLL(None), "malloc_trim"):
-            ctypes.CDLL(None).malloc_trim(0)
-        CLEAR.write_text(RESET_PEAK)
-        before = status_bytes("VmRSS")
+        before = restart_peak()
         output = call()
         grown = status_bytes("VmHWM") - before
     except OSError:
         return None
     del output
     return max(0, grown)
+
+
+def restart_peak() -> int:
+    """Set the high-water mark (VmHWM) to what is resident now, and return that (Linux only, else OSError).
+
+    Freed memory goes back to the system first: if that happened later, it would hide as much of what is allocated then.
+    """
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+    CLEAR.write_text(RESET_PEAK)
+    return status_bytes("VmRSS")
 
 
 def status_bytes(field: str) -> int:

@@ -13,7 +13,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from attnbench.frameworks.host_memory import CLEAR, RESET_PEAK, status_bytes
+from attnbench.frameworks.host_memory import restart_peak, status_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 THRESHOLD_BYTES = 1 << 16
@@ -80,8 +80,6 @@ class MemoryProfiler:
             libc.mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES)
             libc.mallopt(M_TRIM_THRESHOLD, THRESHOLD_BYTES)
         try:
-            CLEAR.write_text(RESET_PEAK)
+            self._before = restart_peak()
         except OSError as error:
             self.reason = f"the high-water mark cannot be reset here: {error}"
-            return
-        self._before = status_bytes("VmRSS")

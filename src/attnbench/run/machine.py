@@ -13,7 +13,6 @@ import fcntl
 import os
 import platform
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tempfile import gettempdir
 from threading import get_ident
 
 from attnbench.errors import UsageError
+from attnbench.files import remove_folder
 from attnbench.frameworks import installed
 from attnbench.results.run_file import slug
 
@@ -142,7 +142,7 @@ def scratch() -> Iterator[Path]:
         with owned(place / OWNER):
             yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        remove_folder(place)
 
 
 def remove_abandoned() -> None:
@@ -172,7 +172,7 @@ def remove_if_abandoned(marker: Path) -> None:
         with marker.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == this_system():
-                shutil.rmtree(marker.parent, ignore_errors=True)
+                remove_folder(marker.parent)
     except OSError:  # its owner lives, or it belongs to another user
         return
 

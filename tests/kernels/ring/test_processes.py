@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import pytest
+from cli_process import alive, wait_for
 
 from attnbench import masks
 from attnbench.errors import Unsupported as Unsupported_
@@ -121,7 +122,7 @@ def test_a_rank_that_dies_or_hangs_is_named_within_the_timeout(how, words):
     record = worker.ask(p.WarmUp(cell.id), 60).record  # a minute at most; a process group would wait for thirty
     assert isinstance(record, Failed)
     assert record.reason.startswith("RankFailed: rank 1 of 3 " + words)
-    assert not any(_runs(pid) for pid in processes)
+    wait_for(lambda: not any(map(alive, processes)))
     q, k, v, _ = draws(WORK)
     again = RingCall(WORK, settings(world=3, timeout_s=4.0))(q, k, v)
     assert again.isfinite().all(), "a fresh ring serves the next cell"
@@ -140,15 +141,6 @@ def test_a_rank_that_raises_while_others_wait_is_named():
     assert time.monotonic() - start < timeout_s / 2, "nobody waited for the timeout"
 
 
-def _runs(pid):
-    """Whether a process is alive (an ended one may wait to be reaped)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_ranks_end_with_the_process_that_drives_them(tmp_path):
     """However it ends: workers are killed with their whole process group, and nothing is left on the disk."""
     program = (
@@ -160,14 +152,10 @@ def test_ranks_end_with_the_process_that_drives_them(tmp_path):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, **own) as driver:
         ranks = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(ranks) == 2
-        assert all(_runs(pid) for pid in ranks)
+        assert all(map(alive, ranks))
         assert list(tmp_path.glob("attnbench-ring-*"))
         os.killpg(driver.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while (any(map(_runs, ranks)) or any(tmp_path.glob("attnbench-ring-*"))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_runs(pid) for pid in ranks)
-    assert not list(tmp_path.glob("attnbench-ring-*"))
+    wait_for(lambda: not any(map(alive, ranks)) and not any(tmp_path.glob("attnbench-ring-*")))
 
 
 def test_what_a_kernel_cannot_do_is_refused_before_anything_is_sent():

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnbench.errors import Unsupported, UsageError
+from attnbench.files import remove_folder
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.rank import Rank, broke
 
@@ -60,18 +60,20 @@ class RankProcesses:
     def __init__(self, world: int, device: str, threads: int, timeout_s: float) -> None:
         self.world, self._timeout_s = world, timeout_s
         self._folder = Path(tempfile.gettempdir(), f"attnbench-ring-{secrets.token_hex(8)}").absolute()
-        try:  # its name is known before it is made, so an interruption at any moment leaves nothing behind
+        with contextlib.ExitStack() as held:  # if the start fails or is interrupted, it leaves nothing behind
+            held.callback(remove_folder, self._folder)
             self._folder.mkdir(mode=0o700)
-            self._start(device, threads)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+            self._start(device, threads, held)
+            self._held = held.pop_all()
+        self.alive, self._fresh = True, True
+        atexit.register(self.close)
 
-    def _start(self, device: str, threads: int) -> None:
-        """Start the process that forks the ranks."""
+    def _start(self, device: str, threads: int, held: contextlib.ExitStack) -> None:
+        """Start the process that forks the ranks; `held` ends it and closes what it is asked through."""
         world, timeout_s = self.world, self._timeout_s
-        self._log = Path(self._folder, "stderr").open("w+b")  # noqa: SIM115 (lives as long as the ranks)
+        self._log = held.enter_context(Path(self._folder, "stderr").open("w+b"))  # noqa: SIM115 (lives as long as the ranks)
         control, theirs = socket.socketpair()
+        self._control, self._received = held.enter_context(control), ""
         ends = [socket.socketpair() for _ in range(world)]
         limit = struct.pack("ll", int(timeout_s + GRACE_S), 0)
         for ours, _ in ends:  # a stopped rank reads nothing: no message to it may block for ever
@@ -88,12 +90,11 @@ class RankProcesses:
             env=_environment(),
             start_new_session=True,  # it survives if the driver's process group is killed, and then clears up
         )
+        held.callback(self._process.wait)
+        held.callback(self._process.kill)
         for end in (theirs, *(end for _, end in ends)):
             end.close()
-        self._control, self._received = control, ""
-        self._connections = [Connection(ours.detach()) for ours, _ in ends]
-        self.alive, self._fresh = True, True
-        atexit.register(self.close)
+        self._connections = [held.enter_context(Connection(ours.detach())) for ours, _ in ends]
 
     def ask(self, questions: Asked, patience: float = 1.0) -> list[Reply]:
         """Send one question to each rank and return one answer from each, within `patience` timeouts.
@@ -194,13 +195,7 @@ class RankProcesses:
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
-        for connection in self._connections:
-            connection.close()
-        self._control.close()
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.close()
 
 
 def _environment() -> dict[str, str]:
