@@ -43,7 +43,7 @@ def main(quick: bool) -> None:
             git(folder, "add", "--all")
             git(folder, "commit", "--quiet", "--message", message)
         words = ["gate", "--baseline", "HEAD~1", "--current", "HEAD", "--suite", "suite.toml", "--json"]
-        words += ["--budget", "20" if quick else "60"]
+        words += ["--budget", "10" if quick else "60"]
         done = subprocess.run([sys.executable, "-m", "attnbench", *words], cwd=folder, stdout=subprocess.PIPE)
     report = json.loads(done.stdout)
     for control in report["controls"]:
