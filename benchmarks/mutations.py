@@ -24,6 +24,7 @@ import numpy as np
 
 from attnbench import frameworks, masks, registry
 from attnbench.measuring.session import refusal
+from attnbench.run.environment import commit_of
 from attnbench.run.machine import isa_cap
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 from attnbench.verifying.checks import examine
@@ -40,7 +41,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (512, 2048, 8192)}
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BUDGET_S = {"cpu": 600.0, "cuda": 230.0}
-COMMIT = os.popen("git rev-parse --short HEAD").read().strip()
+COMMIT = commit_of()
 """Of the code that is examined, taken before anything is."""
 Tweak = Callable[..., Any]
 """(b, h, q, kv, visible) -> visible."""
@@ -509,7 +510,8 @@ class Tally:
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Add up what several shards found, on one kind of device."""
-    whole = {name: parts[0][name] for name in ("device", "cpu", "packages", "commit", "dtypes", "passes")}
+    whole = {name: parts[0][name] for name in ("device", "cpu", "packages", "dtypes", "passes")}
+    whole["commit"] = ", ".join(sorted({one for part in parts for one in part["commit"].split(", ")}))
     rows: dict[str, dict[str, Any]] = {}
     for row in (row for part in parts for row in part["mutations"]):
         known = rows.setdefault(row["mutation"], {**row, "cases": 0, "found": 0})

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+
+from attnbench.run.environment import commit_of
 
 ROOT = Path(__file__).parents[1]
 SUITE = ("-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
@@ -27,9 +30,11 @@ BUSY = 2
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep so many processes computing meanwhile."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: sum(range(100000))"]) for _ in range(count)]
+def busy_processes(count: int, command: str | None) -> Iterator[None]:
+    """Keep so many processes computing meanwhile: a command in which {n} is the number of the process, or a loop."""
+    loop = [sys.executable, "-c", "while True: sum(range(100000))"]
+    commands = [shlex.split(command.format(n=n + 1)) if command else loop for n in range(count)]
+    started = [subprocess.Popen(one, cwd=ROOT, stdout=subprocess.DEVNULL) for one in commands]
     try:
         yield
     finally:
@@ -38,21 +43,20 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def run_once(busy: int, chosen: list[str]) -> dict[str, object]:
+def run_once(busy: int, beside: str | None, chosen: list[str]) -> dict[str, object]:
     """Run the suite and read its closing line."""
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True)
-    started, begin = datetime.now(UTC), time.monotonic()
-    with busy_processes(busy):
+    commit, started, begin = commit_of(ROOT), datetime.now(UTC), time.monotonic()
+    with busy_processes(busy, beside):
         done = subprocess.run([sys.executable, *SUITE, *chosen], cwd=ROOT, capture_output=True, text=True)
     counts = {name.rstrip("s") if name.startswith("error") else name: int(n) for n, name in COUNTS.findall(done.stdout)}
     return {
         "started": started.isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() + (" with uncommitted changes" if changed.stdout else ""),
+        "commit": commit,
         "cores": os.cpu_count(),
         "python": sys.version.split()[0],
         "load_before": round(os.getloadavg()[0], 2),
         "busy": busy,
+        **({"beside": beside} if busy and beside else {}),
         "seconds": round(time.monotonic() - begin),
         "exit": done.returncode,
         **counts,
@@ -64,11 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--busy", type=int, default=2, help="how many of these runs have busy processes beside them")
+    parser.add_argument("--beside", help="what these processes run, with {n} for 1 or 2; a loop by default")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "results/cpu/test_runs.jsonl")
     parser.add_argument("chosen", nargs="*", help="further arguments for pytest, such as a folder")
     given = parser.parse_args()
     for number in range(given.times):
-        found = run_once(BUSY if number >= given.times - given.busy else 0, given.chosen)
+        found = run_once(BUSY if number >= given.times - given.busy else 0, given.beside, given.chosen)
         with given.output.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(f"run {number + 1} of {given.times}: {json.dumps(found)}", flush=True)
