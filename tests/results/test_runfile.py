@@ -121,7 +121,10 @@ def test_a_record_that_is_none_is_named(written: Written):
         read_run(written.path)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello\n", b"[1, 2]\n", b'{"line":"record"}\n', bytes(range(256)), b"\n\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello\n", b"[1, 2]\n", b'{"line":"record"}\n', pytest.param(bytes(range(256)), id="every byte"), b"\n\n"],
+)
 def test_another_file_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)

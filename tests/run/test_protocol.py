@@ -25,7 +25,7 @@ def ends():
         one.close()
 
 
-@pytest.mark.parametrize("message", [b"", b"x", bytes(range(256)) * 100])
+@pytest.mark.parametrize("message", [b"", b"x", pytest.param(bytes(range(256)) * 100, id="every byte")])
 def test_messages_arrive_as_they_were_sent(ends, message):
     p.send(ends[0], message)
     p.send(ends[0], b"next")
