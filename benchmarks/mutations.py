@@ -528,7 +528,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     counts = ("wrong_cells", "found_cells", "right_cells", "false_alarms", "spent_s")
     return {
         **whole,
-        "shards": len(parts),
+        "shards": sum(part.get("shards", 1) for part in parts),
         **{name: round(sum(part[name] for part in parts), 1) for name in counts},
         "mutations": list(rows.values()),
         **{name: [one for part in parts for one in part[name]] for name in ("missed", "alarms", "failed")},
