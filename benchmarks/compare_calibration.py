@@ -27,18 +27,26 @@ from attnbench.spec import Ok, Workload
 
 CONDITIONS, EFFECTS = ("idle", "busy"), ("same", "+5 %")
 WORKLOAD = Workload(batch=20, q_len=128, heads=4, head_dim=64)
-FUNCTION = """
+FUNCTIONS = {
+    "torch": """
 import torch
 
 def attend(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     weights = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
     return (weights @ v).transpose(1, 2)
-"""
-MORE = (
-    FUNCTION.replace("def attend", "def once")
-    + "\ndef attend(q, k, v):\n    once(q[:1], k[:1], v[:1])\n    return once(q, k, v)\n"
-)
+""",
+    "numpy": """
+import numpy as np
+
+def attend(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    logits = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return (weights @ v / weights.sum(-1, keepdims=True)).swapaxes(1, 2)
+""",
+}
+MORE = "\ndef attend(q, k, v):\n    once(q[:1], k[:1], v[:1])\n    return once(q, k, v)\n"
 """One sequence of twenty is computed twice."""
 
 
@@ -54,18 +62,28 @@ def measure(options: argparse.Namespace) -> None:
     plan = [(condition, effect) for effect in options.effect for condition in options.condition]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
-        for name, text in (("one", FUNCTION), ("same", FUNCTION), ("+5 %", MORE)):
-            Path(folder, f"{name}.py").write_text(text)
+        for framework, text in FUNCTIONS.items():
+            more = text.replace("def attend", "def once") + MORE
+            for name, content in (("one", text), ("same", text), ("+5 %", more)):
+                Path(folder, framework).mkdir(exist_ok=True)
+                Path(folder, framework, f"{name}.py").write_text(content)
         while time.monotonic() < end:
             condition, effect = min(plan, key=lambda case: counts[case])
             if counts[condition, effect] >= options.count:
                 return
-            a, b = (f"{folder}/{name}.py:attend" for name in ("one", effect))
+            framework = options.framework[counts[condition, effect] % len(options.framework)]
+            a, b = (f"{folder}/{framework}/{name}.py:attend" for name in ("one", effect))
+            how = {"framework": framework, "device": "cpu", "threads": options.threads, "budget_s": options.budget}
             with beside(spin, [()] if condition == "busy" else []):
-                found = compare(a, b, WORKLOAD, device="cpu", threads=options.threads, budget_s=options.budget)
+                found = compare(a, b, WORKLOAD, **how)
             counts[condition, effect] += 1
             environment = found.record_a.environment if isinstance(found.record_a, Ok) else None
-            facts = {"threads": options.threads, "load": round(os.getloadavg()[0], 2), "notes": list(found.notes)}
+            facts = {
+                "framework": framework,
+                "threads": options.threads,
+                "load": round(os.getloadavg()[0], 2),
+                "notes": list(found.notes),
+            }
             keep(options.out, condition, effect, found, **facts, cores=environment and environment.cores)
 
 
@@ -86,6 +104,7 @@ def summary(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "verdicts": dict(sorted(seen.items())),
                 "machines": sorted({f"{line['device']}, {line['cores']} cores" for line in mine}),
                 "threads": sorted({str(line["threads"] or "all") for line in mine}),
+                "frameworks": dict(sorted(Counter(line["framework"] for line in mine).items())),
                 "packages": mine[-1]["packages"],
             }
         )
@@ -98,6 +117,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="comparisons of each kind")
     parser.add_argument("--condition", nargs="+", default=list(CONDITIONS), choices=CONDITIONS)
     parser.add_argument("--effect", nargs="+", default=list(EFFECTS), choices=EFFECTS)
+    parser.add_argument("--framework", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS, help="take turns")
     parser.add_argument("--threads", type=int, help="as a user's compare has it: all cores")
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("-o", "--out", type=Path, default=Path("results/cpu/compare_calibration.jsonl"))

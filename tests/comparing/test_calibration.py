@@ -15,7 +15,7 @@ from attnbench.comparing import text
 from attnbench.comparing.text import print_comparison
 
 RESULTS = Path(__file__).parents[2] / "results" / "cpu"
-LINE = {"device": "a CPU", "cores": 2, "threads": None, "packages": {"torch": "2"}}
+LINE = {"device": "a CPU", "cores": 2, "threads": None, "framework": "torch", "packages": {"torch": "2"}}
 
 
 def lines(condition: str, effect: str, **verdicts: int) -> list[dict]:
@@ -63,7 +63,7 @@ def test_the_next_call_goes_on_with_what_was_measured_least(tmp_path: Path, monk
 
     def compare(a: str, b: str, *given: object, **named: object):
         assert Path(a.partition(":")[0]).exists()
-        asked.append(Path(b.partition(":")[0]).stem)
+        asked.append(" ".join(Path(b.partition(":")[0]).with_suffix("").parts[-2:]))
         if len(asked) == 3:
             raise KeyboardInterrupt
         return gate_factory.comparison("same")
@@ -72,9 +72,9 @@ def test_the_next_call_goes_on_with_what_was_measured_least(tmp_path: Path, monk
     words = ["calibrate", "--minutes", "9", "--count", "1", "--condition", "idle", "-o", str(out)]
     monkeypatch.setattr("sys.argv", words)
     compare_calibration.main()
-    assert asked == ["same", "+5 %"]
+    assert asked == ["torch same", "torch +5 %"]
     monkeypatch.setattr("sys.argv", [*words[:4], "2", *words[5:]])
     compare_calibration.main()
-    assert asked == ["same", "+5 %", "same"], "stopped by Ctrl-C"
+    assert asked == ["torch same", "torch +5 %", "numpy same"], "stopped by Ctrl-C"
     assert len(out.read_text().splitlines()) == 2
     assert json.loads((tmp_path / "packaged.json").read_text())[0]["comparisons"] == 1
