@@ -608,7 +608,8 @@ def main() -> None:
         "--random", type=int, default=0, help="workloads drawn at random for right kernels, beside the fixed ones"
     )
     parser.add_argument("--control-sizes", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--budget", type=float, help="seconds, half of them for right kernels")
+    parser.add_argument("--budget", type=float, help="seconds")
+    parser.add_argument("--wrong-share", type=float, default=0.5, help="of these seconds, for wrong kernels")
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th case, beginning with the i-th")
     parser.add_argument("--implementations", type=lambda text: text.split(","), help="right kernels; all by default")
     parser.add_argument("--seed", type=int, default=1)
@@ -629,7 +630,7 @@ def main() -> None:
     order = np.random.default_rng(options.seed).permutation(len(kinds))
     every = [case for number in order for case in cases(*kinds[number])][part - 1 :: parts]
     for number, case in enumerate(every):
-        if time.perf_counter() - start > budget / 2:
+        if time.perf_counter() - start > budget * options.wrong_share:
             print(f"budget spent after {number} of {len(every)} wrong kernels", flush=True)
             break
         status, reason = bench.verdict(Mutant("mutant", case.kernel, case.lse), case.workload, options.seed)
