@@ -16,6 +16,7 @@ import pytest
 import standing_workers
 
 from attnbench import registry
+from attnbench.run import launch
 from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
 
@@ -98,6 +99,12 @@ def _new_workers(request, monkeypatch):
     """Tests do not wait for workers that import a framework, unless they are marked `new_workers`."""
     new = any(map(request.node.get_closest_marker, ("new_workers", "gpu")))
     monkeypatch.setattr(standing_workers, "forking", not new)
+
+
+@pytest.fixture(autouse=True)
+def _other_programs_decide_nothing(monkeypatch):
+    """How many threads a run takes depends on what else the machine does; its own test has the function itself."""
+    monkeypatch.setattr(launch, "_free_threads", lambda request, listener: None)
 
 
 @pytest.fixture(autouse=True)

@@ -435,6 +435,9 @@ class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls_per_sample: int = 1
     rounds: tuple[int, ...] = ()
     """Number of samples in each interleaving round, so that neighbours can be paired."""
+    waited: float | None = None
+    """Share of the time in which threads waited for a core that other programs had, in the median round: without that
+    the call may have been shorter by as much. Null if it was not counted."""
     sitting: str = ""
     """Start of the session in which the cells of the workload took turns, and behind a `+` the turn if the cell had its
     own.

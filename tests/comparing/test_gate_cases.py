@@ -1,4 +1,4 @@
-"""None"""
+"""What becomes of a case of the gate: regression, improvement, confirmation, and the controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""None"""
+"""The statistics of a comparison: how often verdicts are wrong, what intervals cover, which launches count."""
 
 from __future__ import annotations
 

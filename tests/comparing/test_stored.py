@@ -1,4 +1,4 @@
-"""None"""
+"""Comparisons of stored runs: by their anchors, only on one machine, and never on bare times."""
 
 from __future__ import annotations
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pynvml
 import pytest
 
+from attnbench.frameworks import base
+from attnbench.frameworks.numpy import NumpyFramework
 from attnbench.measuring import sampling
 from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, median_interval, summarise
 from attnbench.run import environment
@@ -243,3 +248,57 @@ def test_no_driver_means_no_facts(monkeypatch):
     assert sampling.gpu_state() is None
     assert environment._nvidia_facts() == {}
     sampling.nvml_handle.cache_clear()
+
+
+def test_the_interval_reaches_as_far_down_as_threads_waited():
+    rounds = [[1e6 + n] for n in range(10)]
+    plain, waited = summarise(rounds, "wall", 1), summarise(rounds, "wall", 1, [0.1, 0.5, 0.9])
+    assert plain.waited is None
+    assert waited.waited == 0.5
+    assert waited.median_ns == plain.median_ns
+    assert waited.ci95_ns == (plain.ci95_ns[0] / 2, plain.ci95_ns[1])
+    assert summarise(rounds, "wall", 1, [1.0]).ci95_ns[0] > 0
+
+
+SHARED_CORE = """
+import os, sys, time
+from attnbench.frameworks.base import Program, WallClock
+from attnbench.frameworks.numpy import NumpyFramework
+
+core = min(os.sched_getaffinity(0))
+os.sched_setaffinity(0, [core])
+neighbours = [os.fork() for _ in range(int(sys.argv[1]))]
+if 0 in neighbours:
+    while True:
+        sum(range(1000))
+try:
+    def work(state):
+        until = time.process_time() + 0.02  # it needs the core for as long
+        while time.process_time() < until:
+            pass
+        return ()
+    clock = WallClock(NumpyFramework())
+    program = Program(prepare=lambda inputs: inputs, run=work)
+    print(*[clock.sample(program, [()], 5).waited for _ in range(3)])
+finally:
+    for one in neighbours:
+        os.kill(one, 9)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count waits for a core")
+def test_waits_for_a_core_are_seen():
+    """Beside a process on the same core that never sleeps, each has it half of the time."""
+    done = subprocess.run([sys.executable, "-c", SHARED_CORE, "1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shares = [float(one) for one in done.stdout.split()]
+    assert all(0.2 < share <= 1 for share in shares), shares
+
+
+def test_where_waits_are_not_counted_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(base, "TASKS", Path("/nowhere"))
+    monkeypatch.setattr(base.CoreWaits, "_found", {})
+    assert base.CoreWaits.of_this_process() is None
+    taken = base.WallClock(NumpyFramework()).sample(base.Program(lambda state: ()), [()], 3)
+    assert len(taken.ns) == 3
+    assert taken.waited is None

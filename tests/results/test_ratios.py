@@ -1,4 +1,4 @@
-"""None"""
+"""Ratios of times and their intervals: paired, unpaired, over workloads, and on a busy machine."""
 
 from __future__ import annotations
 
@@ -176,3 +176,39 @@ def test_interval_of_a_quotient_covers_as_often_as_its_parts():
         both = combine(parts, [1, -1])
         hits += both.low <= 1 <= both.high
     assert 870 <= hits <= 930
+
+
+def busy(name: str, samples: np.ndarray, waited: float | None):
+    return ok(name, time=timing(samples, rounds=(1,) * len(samples), waited=waited))
+
+
+def test_a_time_with_waits_may_be_as_much_shorter():
+    """Slower in every round, but its threads waited for cores 80 % of the time: without that it may be faster."""
+    fast, slow = busy("a", noisy(1e6, 1), None), busy("b", noisy(3e6, 2), 0.8)
+    ratio = paired_ratio(fast, slow)
+    assert ratio.value == pytest.approx(3, rel=0.02)
+    assert ratio.low == pytest.approx(0.6, rel=0.02)
+    assert ratio.high == pytest.approx(3, rel=0.02)
+    assert ratio.sign == 0
+    back = paired_ratio(slow, fast)
+    assert (back.low, back.high) == pytest.approx((1 / ratio.high, 1 / ratio.low), rel=0.01)
+    assert paired_ratio(fast, busy("b", noisy(3e6, 2), 0.5)).sign > 0, "1.5 times as slow at least"
+
+
+def test_the_winner_is_as_sure_if_only_it_has_waited():
+    waited = paired_ratio(busy("a", noisy(1e6, 1), 0.9), busy("b", noisy(2e6, 2), None))
+    assert waited.low == pytest.approx(2, rel=0.02)
+    assert waited.high == pytest.approx(20, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.005])
+def test_waking_up_is_no_wait(share):
+    a, b = noisy(1e6, 1), noisy(1.1e6, 2)
+    assert paired_ratio(busy("a", a, share), busy("b", b, share)) == paired_ratio(ok("a", a), ok("b", b))
+
+
+def test_waits_do_not_average_out_over_workloads():
+    pairs = [(busy("a", noisy(1e6, n), None), busy("b", noisy(3e6, n + 50), 0.8)) for n in range(12)]
+    ratio = mean_log_ratio(pairs).ratio()
+    assert ratio.low == pytest.approx(0.6, rel=0.05)
+    assert ratio.high == pytest.approx(3, rel=0.05)

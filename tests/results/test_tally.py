@@ -1,4 +1,4 @@
-"""None"""
+"""Wins and means over several workloads: who is recommended, and how sure that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two measurements at once on one machine refuse each other; a dead one's lock does not count."""
+"""Two measurements at once on one machine refuse each other, a dead one's lock does not count, and a run takes no more
+threads than other programs leave cores."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from attnbench.errors import UsageError
+from attnbench.run import launch as launching
 from attnbench.run.launch import Listener, Request, launch
+from attnbench.run.launch import _free_threads as free_threads
 from attnbench.run.machine import machine_lock, measuring
 from attnbench.spec import Workload
 
@@ -157,3 +160,54 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         pass
     with measuring("compare") as notes:
         assert "other measurements on this machine cannot be kept out: cannot lock" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "busy, device, driver, threads",
+    [
+        (0.1, None, "", None),
+        (0.4, None, "", None),
+        (1.1, None, "", 3),
+        (2.6, "cpu", "", 1),
+        (4.0, None, "", 1),
+        (4.0, None, "580", None),
+        (4.0, "cuda", "580", None),
+        (4.0, "cpu", "580", 1),
+    ],
+)
+def test_a_run_takes_the_cores_that_others_leave(monkeypatch: pytest.MonkeyPatch, busy, device, driver, threads):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 100 * busy / 4)
+    monkeypatch.setattr("attnbench.run.launch.driver_version", lambda: driver)
+    told: list[str] = []
+    listener = Listener()
+    listener.warning = told.append  # pyright: ignore[reportAttributeAccessIssue]
+    request = Request(workloads=(), implementations=(), device=device)
+    assert free_threads(request, listener) == threads
+    assert bool(told) == (threads is not None)
+    if told:
+        assert f"other programs use {busy:.1f} of 4 cores: measured with {threads} thread" in told[0]
+        assert "--threads 4" in told[0]
+
+
+def test_who_names_a_number_of_threads_gets_it(monkeypatch: pytest.MonkeyPatch):
+    """Neither is the machine looked at if nothing is timed."""
+    asked: list[Request] = []
+    pools: list[int | None] = []
+    monkeypatch.setattr(launching, "_free_threads", lambda request, listener: asked.append(request) or 1)
+
+    class Opened(Exception):
+        pass
+
+    def pool(functions, device, threads, in_process):
+        pools.append(threads)
+        raise Opened
+
+    monkeypatch.setattr(launching, "Pool", pool)
+    for fields in ({"threads": 2}, {"measure": False}, {}):
+        request = Request(workloads=(), implementations=("numpy.float32",), framework="numpy", **fields)
+        with pytest.raises(Opened):
+            launch(request, lambda records: None, Listener())
+    assert pools == [2, None, 1]
+    assert len(asked) == 1

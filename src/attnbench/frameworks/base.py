@@ -7,17 +7,18 @@ package knows how a framework compiles, differentiates, synchronises, counts mem
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from sys import getprofile, gettrace
 from time import perf_counter_ns
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -107,6 +108,9 @@ class Samples(NamedTuple):
     """Samples of a clock, in nanoseconds per call."""
 
     ns: list[float]
+    waited: float | None = None
+    """Share of their median by which calls would have been shorter, at most, if no thread had waited for a core; None
+    if that is not known."""
 
 
 class Watch:
@@ -182,6 +186,53 @@ def require_unhooked(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
         )
 
 
+RARELY_WAITS = 0.01
+"""Share of the time that threads may wait for a core, in all samples of a visit, before each is looked at."""
+TASKS = Path("/proc/self/task")
+
+
+class CoreWaits:
+    """How long the threads of this process have waited for a core, ready to run while others had all of them (Linux).
+
+    A call of several threads ends with its last one: if other programs share the cores, it may take a hundred times as
+    long, all the time, so that its times look steady.
+    """
+
+    _found: ClassVar[dict[int, CoreWaits | None]] = {}
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self.total_ns(anew=True)
+
+    @classmethod
+    def of_this_process(cls) -> CoreWaits | None:
+        """Return the counter of this process, which a fork does not share; None if the system does not count."""
+        if (process := os.getpid()) not in cls._found:
+            try:
+                cls._found[process] = cls()
+            except (OSError, ValueError, IndexError):
+                cls._found[process] = None
+        return cls._found[process]
+
+    def total_ns(self, anew: bool = False) -> int:
+        """Return the sum over all threads that were there when it was last called `anew`."""
+        if anew:
+            there = os.listdir(TASKS)
+            for name in self._files.keys() - set(there):
+                os.close(self._files.pop(name))
+            for name in there:
+                if name not in self._files:
+                    with suppress(OSError):  # the thread has ended
+                        self._files[name] = os.open(TASKS / name / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            if not self._files:
+                raise OSError(f"{TASKS} has no schedstat")
+        total = 0
+        for file in self._files.values():
+            with suppress(OSError):
+                total += int(os.pread(file, 64, 0).split()[1])
+        return total
+
+
 class Clock(ABC):
     """A way to time a Program."""
 
@@ -203,18 +254,25 @@ class WallClock(Clock):
 
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
+        self._core_waits = CoreWaits.of_this_process()
+        self._closely = False
+        """Whether waits are read around each sample, which costs a little, and not only around all of them."""
 
     def sample(
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
     ) -> Samples:
         wait, now, run = self._framework.wait, self._now(), program.run
+        waits, closely = self._core_waits, self._closely
+        begin = 0 if waits is None else waits.total_ns(anew=True)
         ns: list[float] = []
+        waited: list[int] = []
         output: tuple[Array, ...] = ()
         for first in range(0, count * calls, calls):
             prepared = [program.prepare(inputs[call % len(inputs)]) for call in range(first, first + calls)]
             wait(prepared)
             picked, kept = watch.pick(calls), []
             pieces = cut_after(prepared, picked)
+            ready = waits.total_ns() if closely and waits is not None else 0
             before = hooks()
             start = now()
             for piece in pieces:
@@ -224,10 +282,20 @@ class WallClock(Clock):
                 kept.append(output)
             after = hooks()
             ns.append((now() - start) / calls)
+            if closely and waits is not None:
+                waited.append(waits.total_ns() - ready)
             require_unhooked(before, after)
             for index, found in zip(picked, kept):
                 watch.look(first + index, found)
-        return Samples(ns)
+        if waits is None:
+            return Samples(ns)
+        if closely:
+            shortened = [max(0.0, took - lost / calls) for took, lost in zip(ns, waited)]
+            share = 1 - float(np.median(shortened)) / max(float(np.median(ns)), 1.0)
+        else:
+            share = min(1.0, (waits.total_ns() - begin) / max(sum(ns) * calls, 1.0))
+        self._closely = share > RARELY_WAITS
+        return Samples(ns, share)
 
     def _now(self) -> Callable[[], float]:
         """Return the function that reads the clock, in nanoseconds."""
@@ -248,7 +316,7 @@ class OwnClock(WallClock):
 
     def __init__(self, framework: Framework, stopwatch: Stopwatch) -> None:
         super().__init__(framework)
-        self._stopwatch = stopwatch
+        self._stopwatch, self._core_waits = stopwatch, None  # the ranks are other processes
 
     def _now(self) -> Callable[[], float]:
         return lambda: self._stopwatch.ns

@@ -66,6 +66,7 @@ class AnchorSession:
     timed = True
     repeats = True
     clock_ns = check_ns = 0
+    waited: float | None = None
 
     def __init__(self, framework: Framework, environment: Environment, cell: Cell) -> None:
         self._framework, self._environment, self.cell = framework, environment, cell
@@ -116,7 +117,7 @@ class AnchorSession:
         """Return nanoseconds per call of each sample."""
         start = perf_counter_ns()
         taken = self._clock.sample(self._program, [NOTHING], count, calls)
-        self.clock_ns = perf_counter_ns() - start
+        self.clock_ns, self.waited = perf_counter_ns() - start, taken.waited
         return taken.ns
 
     def trace(self, folder: Path) -> Path:

@@ -39,6 +39,10 @@ FEW_ROUNDS = 3
 MOST_SAMPLES_PER_VISIT = 50
 VARIED = 0.3
 """Share by which visits are longer or shorter at random, so that a kernel cannot know which call is the last."""
+WAITED = "busy machine"
+"""Beginning of the note in a record whose threads waited for a core."""
+MOST_WAITED = 1 - 1e-6
+"""Largest share of a time that threads may have waited, so that something is left of it."""
 WALL_SHARE = 8
 """Number of calls by the device's clock for each call by the wall clock, on an accelerator."""
 
@@ -62,8 +66,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return ordered[rank - 1], ordered[n - rank]
 
 
-def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: int) -> Time:
-    """Return the Time of the samples of all rounds; its interval is that of the rounds' medians."""
+def summarise(
+    rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: int, waited: Sequence[float] = ()
+) -> Time:
+    """Return the Time of the samples of all rounds; its interval is that of the rounds' medians.
+
+    `waited` are the shares of rounds in which threads waited for a core: without them the time may have been so much
+    shorter, so the interval reaches as far down.
+    """
+    share = min(float(np.median(waited)), MOST_WAITED) if len(waited) else None
     samples = np.array([sample for visit in rounds for sample in visit])
     q1, q3 = np.percentile(samples, [25, 75])
     fence = 1.5 * (q3 - q1)
@@ -73,7 +84,9 @@ def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: i
     return Time(
         samples_ns=tuple(round(float(sample), 1) for sample in samples),
         median_ns=median,
-        ci95_ns=None if interval is None else (min(median, interval[0]), max(median, interval[1])),
+        ci95_ns=None
+        if interval is None
+        else (min(median, interval[0]) * (1 - (share or 0.0)), max(median, interval[1])),
         min_ns=float(samples.min()),
         max_ns=float(samples.max()),
         p50_ns=float(p50),
@@ -85,6 +98,7 @@ def summarise(rounds: Sequence[Sequence[float]], clock: str, calls_per_sample: i
         clock=clock,
         calls_per_sample=calls_per_sample,
         rounds=tuple(len(visit) for visit in rounds),
+        waited=share,
     )
 
 

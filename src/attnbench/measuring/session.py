@@ -118,6 +118,8 @@ class Session:
         """Time that the clock took for the last samples."""
         self.check_ns = 0
         """Time that checking some of the last samples' calls took."""
+        self.waited: float | None = None
+        """Share of the last samples that threads may have waited for a core."""
 
     def open(self, draws: Draws) -> Ok:
         """Build, check and profile the cell, and return its record without times.
@@ -216,7 +218,7 @@ class Session:
         if known:
             inputs.known = range(samples * calls) if clock.repeats_inputs else range(at * calls, (at + 1) * calls)
         watch = self._watch(names, inputs, samples, several=not clock.repeats_inputs)
-        ns = clock.sample(program, inputs, samples, calls, watch).ns
+        ns, self.waited = clock.sample(program, inputs, samples, calls, watch)
         self.clock_ns = time.perf_counter_ns() - start
         self._checks.judge(watch, part == "main")
         self.check_ns = time.perf_counter_ns() - start - self.clock_ns

@@ -38,6 +38,9 @@ TOO_WIDE = 10.0
 """High edge of an interval over its low one: from here on only the side of 1 on which the interval lies is printed."""
 SAME_WITHIN, SAME_WIDTH = 0.05, 0.06
 """`same` needs the whole interval of a comparison within this share of 1, and narrower than this."""
+LEAST_WAITED = 0.01
+"""Share of a time in which threads waited for a core up to which the time is taken as it is: waking up takes a little
+on an idle machine too."""
 STORED_FLOOR, STORED_SAME = 0.05, 0.10
 """Floor of a comparison of two runs by their anchors, which drift, and the share of 1 within which it is `same`."""
 
@@ -96,13 +99,35 @@ def paired_ratio(a: Ok, b: Ok, level: float = 0.95) -> Ratio:
     """Return time of b / time of a at a confidence."""
     first, second = round_medians(_timed(a)), round_medians(_timed(b))
     shared = min(len(first), len(second)) if _in_turn(a, b) else 0
-    if shared < FEW_ROUNDS:
+    if shared < FEW_ROUNDS or _waited(a) or _waited(b):
         return log_ratio(a, b).ratio(level)
     return _quick_ratio(np.log(second[:shared]) - np.log(first[:shared]), level)
 
 
 def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
-    """Return ln(time of b / time of a). The same seed gives the same draws, so that a table prints the same twice."""
+    """Return ln(time of b / time of a). The same seed gives the same draws, so that a table prints the same twice.
+
+    Threads that waited for a core make a time too long by an unknown part of the wait, in all rounds alike. So half of
+    the draws take all of a's wait off and half all of b's, the same draws for every pair: what all have in common does
+    not average out over workloads.
+    """
+    found = _sampled_ratio(a, b, seed)
+    if not _waited(a) and not _waited(b):
+        return found
+    draws = found.draws.copy()
+    draws[::2] += log(1 - _waited(b))
+    draws[1::2] -= log(1 - _waited(a))
+    return LogRatio(found.point, draws)
+
+
+def _waited(record: Ok) -> float:
+    """Return the share of a time by which it may be too long, since threads waited for a core."""
+    share = _timed(record).waited or 0.0
+    return share if share > LEAST_WAITED else 0.0
+
+
+def _sampled_ratio(a: Ok, b: Ok, seed: int) -> LogRatio:
+    """Return the logarithm of the ratio with the noise of its samples."""
     first, second = _timed(a), _timed(b)
     rounds_a, rounds_b = round_medians(first), round_medians(second)
     # A cell that was tight early left the loop early: the rounds they share are the first ones.

@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from attnbench.measuring.rates import HOST_LIMITED, describe_host_limit, notes_of
+from attnbench.measuring.sampling import WAITED
 from attnbench.printable import shortened
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
 from attnbench.results.records import (
@@ -34,6 +35,7 @@ NO_DIFFERENCE = "no significant difference"
 Category = Literal["excellent", "good", "measured", "investigate", "no significant difference", "cannot tell"]
 ADVICE = {
     "unstable": "samples vary; close other programs, raise --budget or set --threads",
+    WAITED: "other programs use the cores; close them, or take as many threads as there are free cores (--threads 1)",
     HOST_LIMITED: "their device waits for the host, so that a call takes longer than its kernels; a graph may help",
 }
 """The closed list of warnings: how a note begins -> what to do about it."""

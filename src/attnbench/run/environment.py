@@ -71,7 +71,7 @@ def describe(framework: Framework, device: str, folder: Path | None = None) -> E
         libraries=tuple(_library(path) for path in mapped_files() if LIBRARIES.search(path)),
         variables={name: value for name, value in os.environ.items() if VARIABLES.match(name)},
         clocks=clocks,
-        driver=light.driver or _driver(device),
+        driver=light.driver or (driver_version() if device == "cuda" else ""),
         harness=f"{version('attnbench')} (estimator {ESTIMATOR})",
         commit=commit_of(folder),
     )
@@ -115,9 +115,8 @@ def _nvidia_facts() -> dict[str, float]:
         return {}
 
 
-def _driver(device: str) -> str:
-    if device != "cuda":
-        return ""
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; empty if there is none."""
     import pynvml
 
     try:

@@ -190,6 +190,8 @@ class Sampled(Struct, tag="sampled"):
     ended_ns: int = 0
     changed: tuple[str, ...] = ()
     """Changes that the cell made in its process, in words; none of them affects the samples."""
+    waited: float | None = None
+    """Share of the samples that threads may have waited for a core; null if that is not known."""
 
 
 class BlockTaken(Struct, tag="block_taken"):

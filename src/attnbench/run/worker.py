@@ -386,7 +386,8 @@ def _warm_up(session: Session | anchors.AnchorSession, question: p.WarmUp) -> p.
 def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list[float]]) -> p.Sampled:
     began_ns = monotonic_ns()
     ns = sample()
-    return p.Sampled(ns, session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
+    facts = (session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
+    return p.Sampled(ns, *facts, waited=session.waited)
 
 
 def _take_block(session: Session, question: p.TakeBlock) -> p.BlockTaken:

@@ -20,7 +20,7 @@ import msgspec
 
 from attnbench.measuring import anchors
 from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
-from attnbench.measuring.sampling import Dropped, Series, StopRule, interleave, summarise
+from attnbench.measuring.sampling import WAITED, Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
 from attnbench.run.machine import scratch
 from attnbench.run.plan import Group, least_bytes
@@ -399,12 +399,16 @@ class WorkloadRun:
 def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
     """Return the summary of the main program's samples and of each part's."""
     clock = one.steady.clock
-    return {part: summarise(rounds, clock, series.calls) for part, rounds in series.rounds.items()}
+    return {
+        part: summarise(rounds, clock, series.calls, one.waited.get(part, ())) for part, rounds in series.rounds.items()
+    }
 
 
 def _warnings(time: Time) -> tuple[str, ...]:
     if time.ci95_ns is None:
         return ("unstable samples: a single round does not show the spread",)
+    if time.waited is not None and time.waited > UNSTABLE:
+        return (f"{WAITED}: threads waited for a core, for up to {time.waited:.0%} of the time",)
     half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
     return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()
 
@@ -464,6 +468,8 @@ class RemoteCell:
     changed: tuple[str, ...] = ()
     """Changes that the cell made in its process while it was timed, in words."""
     by_other_clocks: dict[str, Time] = field(default_factory=dict)
+    waited: dict[str, list[float]] = field(default_factory=dict)
+    """Share of each visit that threads may have waited for a core, by part."""
 
     @property
     def call_ns(self) -> float:
@@ -495,12 +501,15 @@ class RemoteCell:
     def sample(self, part: str, count: int, calls: int) -> list[float]:
         """Return nanoseconds per call; raises Dropped if the cell turned out wrong, CellDied if it ended its worker,
         and SessionsLost if the worker had ended before."""
-        return self._sampled(p.TakeSample(self.cell.id, part, count, calls, self.steady.clock))
+        answer = self._sampled(p.TakeSample(self.cell.id, part, count, calls, self.steady.clock))
+        if answer.waited is not None:
+            self.waited.setdefault(part, []).append(answer.waited)
+        return answer.ns
 
     def sample_other(self, clock: str) -> list[float]:
         """Return nanoseconds per call of the main program by another clock."""
         count = min(OTHER_CLOCK_SAMPLES, max(FEWEST_BY_OTHER_CLOCK, int(OTHER_CLOCK_NS / max(self.call_ns, 1.0))))
-        return self._sampled(p.SampleOther(self.cell.id, clock, count))
+        return self._sampled(p.SampleOther(self.cell.id, clock, count)).ns
 
     def examine_after(self) -> None:
         """Check the cell again after its last sample; raises like `sample`."""
@@ -508,14 +517,14 @@ class RemoteCell:
         self._ask(p.ExamineAfter(self.cell.id))
         self.check_ns += perf_counter_ns() - start
 
-    def _sampled(self, question: p.Question) -> list[float]:
+    def _sampled(self, question: p.Question) -> p.Sampled:
         answer = self._ask(question)
         assert isinstance(answer, p.Sampled)
         self.repeats = self.repeats and answer.repeats
         self.clock_ns += answer.clock_ns
         self.check_ns += answer.check_ns
         self.changed += answer.changed
-        return answer.ns
+        return answer
 
     def _ask(self, question: p.Question) -> p.Answer:
         answer = ask_about(self.cell, self.group, self.pool, question, self.timeout_s)
