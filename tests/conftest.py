@@ -16,6 +16,7 @@ import pytest
 import standing_workers
 
 from attnbench import registry
+from attnbench.comparing import compare
 from attnbench.run import launch
 from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
@@ -104,7 +105,8 @@ def _new_workers(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _other_programs_decide_nothing(monkeypatch):
     """How many threads a run takes depends on what else the machine does; its own test has the function itself."""
-    monkeypatch.setattr(launch, "_free_threads", lambda request, listener: None)
+    for module in (launch, compare):
+        monkeypatch.setattr(module, "threads_left", lambda device: (None, ""))
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 
 from attnbench.errors import UsageError
 from attnbench.run import launch as launching
+from attnbench.run.environment import threads_left
 from attnbench.run.launch import Listener, Request, launch
-from attnbench.run.launch import _free_threads as free_threads
 from attnbench.run.machine import machine_lock, measuring
 from attnbench.spec import Workload
 
@@ -179,23 +179,23 @@ def test_a_run_takes_the_cores_that_others_leave(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 100 * busy / 4)
-    monkeypatch.setattr("attnbench.run.launch.driver_version", lambda: driver)
-    told: list[str] = []
-    listener = Listener()
-    listener.warning = told.append  # pyright: ignore[reportAttributeAccessIssue]
-    request = Request(workloads=(), implementations=(), device=device)
-    assert free_threads(request, listener) == threads
+    monkeypatch.setattr("attnbench.run.environment.driver_version", lambda: driver)
+    found, told = threads_left(device)
+    assert found == threads
     assert bool(told) == (threads is not None)
     if told:
-        assert f"other programs use {busy:.1f} of 4 cores: measured with {threads} thread" in told[0]
-        assert "--threads 4" in told[0]
+        assert f"other programs use {busy:.1f} of 4 cores: measured with {threads} thread" in told
+        assert "(--threads 4 takes all)" in told
 
 
 def test_who_names_a_number_of_threads_gets_it(monkeypatch: pytest.MonkeyPatch):
     """Neither is the machine looked at if nothing is timed."""
-    asked: list[Request] = []
+    asked: list[str | None] = []
     pools: list[int | None] = []
-    monkeypatch.setattr(launching, "_free_threads", lambda request, listener: asked.append(request) or 1)
+    monkeypatch.setattr(launching, "threads_left", lambda device: (asked.append(device) or 1, "busy"))
+    listener = Listener()
+    told: list[str] = []
+    listener.warning = told.append  # pyright: ignore[reportAttributeAccessIssue]
 
     class Opened(Exception):
         pass
@@ -208,6 +208,7 @@ def test_who_names_a_number_of_threads_gets_it(monkeypatch: pytest.MonkeyPatch):
     for fields in ({"threads": 2}, {"measure": False}, {}):
         request = Request(workloads=(), implementations=("numpy.float32",), framework="numpy", **fields)
         with pytest.raises(Opened):
-            launch(request, lambda records: None, Listener())
+            launch(request, lambda records: None, listener)
     assert pools == [2, None, 1]
-    assert len(asked) == 1
+    assert asked == [None]
+    assert told == ["busy"]

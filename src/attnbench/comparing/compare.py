@@ -18,6 +18,7 @@ from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
 from attnbench.run import git
+from attnbench.run.environment import threads_left
 from attnbench.run.launch import check_seconds, refuse_distortion
 from attnbench.run.machine import LIBRARY_PATIENCE_S, measuring
 from attnbench.run.origin import Origin, other_places
@@ -60,14 +61,18 @@ def compare(
         raise UsageError(f"floor must be a fraction such as 0.03, not {floor!r}.")
     terms = Terms(workload=workload, budget_s=budget_s, floor=floor, confirm=True)
     device = None if device is None else str(device).partition(":")[0]
-    in_process: tuple[str, ...] = ()
     try:
-        both = sides([code_of(what, framework) for what in (a, b)], device, threads)
+        codes = [code_of(what, framework) for what in (a, b)]
     except CannotSend:
-        both, in_process = _local_sides((a, b), framework, device), (IN_PROCESS,)
-    with measuring("comparison", LIBRARY_PATIENCE_S) as notes, both as (first, second):
-        found = Experiment(first, second, terms, watch).run()
-    return msgspec.structs.replace(found, notes=(*found.notes, *in_process, *notes))
+        codes = None
+    with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
+        if threads is None and codes is not None:
+            threads, told = threads_left(device)
+            notes += [told] * bool(told)
+        both = _local_sides((a, b), framework, device) if codes is None else sides(codes, device, threads)
+        with both as (first, second):
+            found = Experiment(first, second, terms, watch).run()
+    return msgspec.structs.replace(found, notes=(*found.notes, *([IN_PROCESS] if codes is None else ()), *notes))
 
 
 def compare_refs(
@@ -88,6 +93,9 @@ def compare_refs(
     if same := same_code(baseline, current, folder or Path.cwd()):
         raise UsageError(f"{same}: name two refs that differ.")
     with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
+        if threads is None:
+            threads, told = threads_left(device)
+            lock += [told] * bool(told)
         codes = [code_of_ref(implementation, ref, folder, framework) for ref in (old, new)]
         with sides(codes, device, threads) as (first, second):
             terms = Terms(workload=workload, budget_s=budget_s, confirm=True)

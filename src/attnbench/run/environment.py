@@ -147,3 +147,25 @@ def commit_of(folder: Path | None = None) -> str:
     entries = [entry for entry in status.split("\0") if entry]
     changed = [one for one in entries if not one.startswith("??") or one.endswith((".py", ".so", ".pyd"))]
     return commit + (DIRTY if changed else "")
+
+
+LOOK_S, BUSY_CORES = 0.25, 0.5
+"""Seconds for which other programs are watched, and how many cores they may use unnoticed."""
+
+
+def threads_left(device: str | None) -> tuple[int | None, str]:
+    """Return as many threads as there are cores that other programs leave free, at least 1, and a sentence about it.
+
+    On an idle machine, or if the device is no CPU, that is None, for one thread per core, and nothing is said. A call
+    of several threads waits for the last of them: on a busy machine its time says how long a core was taken.
+    """
+    if device != "cpu" and (device is not None or driver_version()):
+        return None, ""
+    cores = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    busy = psutil.cpu_percent(LOOK_S) / 100 * cores
+    threads = max(1, round(cores - busy))
+    if busy < BUSY_CORES or threads >= mine:
+        return None, ""
+    told = "1 thread" if threads == 1 else f"{threads} threads"
+    return threads, f"other programs use {busy:.1f} of {cores} cores: measured with {told} (--threads {mine} takes all)"

@@ -12,12 +12,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import psutil
 from msgspec import Struct
 
 from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.environment import Diagnosis, ImplementationState, driver_version
+from attnbench.run.environment import Diagnosis, ImplementationState, threads_left
 from attnbench.run.machine import RUN_PATIENCE_S, measuring
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.pool import Pool
@@ -34,8 +33,6 @@ from attnbench.run.workload import WorkloadRun
 from attnbench.spec import Cell, Environment, Failed, Implementation, Record, Unsupported, Workload
 
 CLOCKS = ("wall", "events", "kernel", "graph")
-LOOK_S, BUSY_CORES = 0.25, 0.5
-"""Seconds for which other programs are watched before a run, and how many cores they may use unnoticed."""
 Sink = Callable[[Sequence[Record]], None]
 
 
@@ -120,7 +117,11 @@ def launch(
             for note in stack.enter_context(measuring("run", patience_s, listener.waiting)):
                 listener.warning(note)
         if pool is None:
-            threads = request.threads or (_free_threads(request, listener) if request.measure else None)
+            threads = request.threads
+            if threads is None and request.measure:
+                threads, told = threads_left(request.device)
+                if told:
+                    listener.warning(told)
             pool = stack.enter_context(Pool(user_functions, request.device, threads, request.in_process))
             pool.on_environment = listener.environment
         _run_all(request, wanted, sink, listener, done, pool)
@@ -153,26 +154,6 @@ def _run_all(
         place = {one.cell.id: turn for turn, one in enumerate(here)}
         # In the order asked, the anchors last.
         sink(sorted([*refused, *measured], key=lambda one: place.get(one.cell.id, len(here))))
-
-
-def _free_threads(request: Request, listener: Listener) -> int | None:
-    """Return as many threads as there are cores that other programs leave free, at least 1; None for one per core.
-
-    A call of several threads waits for the last of them: on a busy machine its time says how long a core was taken.
-    """
-    if request.device != "cpu" and (request.device is not None or driver_version()):
-        return None
-    cores = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    busy = psutil.cpu_percent(LOOK_S) / 100 * cores
-    threads = max(1, round(cores - busy))
-    if busy < BUSY_CORES or threads >= mine:
-        return None
-    told = "1 thread" if threads == 1 else f"{threads} threads"
-    listener.warning(
-        f"other programs use {busy:.1f} of {cores} cores: measured with {told} (--threads {mine} takes all cores)"
-    )
-    return threads
 
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
