@@ -20,12 +20,14 @@ from typing import Any
 
 import msgspec
 
-from attnbench.errors import BrokenFile
+from attnbench.errors import BrokenFile, UsageError
 
 MIB = 1 << 20
 LONGEST_LINE = 64 * MIB
 LARGEST_DOCUMENT = 64 * MIB
 LARGEST_TOML = 2 * MIB
+RUN_BEGINS = b'{"line":"header"'
+"""Beginning of every run file."""
 DEEPEST = 100
 """Tables and lists within each other; nothing of ours goes beyond a dozen."""
 INTEGERS = range(-(1 << 63), 1 << 63)
@@ -177,13 +179,15 @@ def draft_of(path: Path) -> Iterator[Path]:
 
     Its name cannot be foreseen, so nobody can have put a link there, and a link in place of `path` is replaced, not
     followed. The new file has the permissions of the old one. Folders are made if need be. A device or a pipe has
-    nothing to keep and is written to directly.
+    nothing to keep and is written to directly. Raises UsageError if `path` is a run file, whose measurements nobody can
+    make again.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
         yield path
         return
+    refuse_run_file(path)
     draft = path.with_name(f".attnbench-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +199,15 @@ def draft_of(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def refuse_run_file(path: Path) -> None:
+    """Raise UsageError if something else is about to take the place of a run file."""
+    if not path.is_file():
+        return
+    with suppress(OSError), path.open("rb") as old:
+        if old.read(len(RUN_BEGINS)) == RUN_BEGINS:
+            raise UsageError(f"{path} is a run file, which is never replaced: choose another path.")
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:

@@ -60,6 +60,15 @@ def test_what_is_written_over_is_told(capsys: pytest.CaptureFixture[str], tmp_pa
     assert capsys.readouterr().err == "wrote keep.json, replacing a file that was not a policy\n"
 
 
+@pytest.mark.parametrize("words", ["choose one -o {}", "tune --seq-len 16 --minutes 1 -o {}"])
+def test_a_run_file_is_never_replaced(words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    run = tmp_path / "runs" / "one.jsonl"
+    before = run.read_bytes()
+    assert execute(words.format(run).split()) == 2
+    assert "one.jsonl is a run file, which is never replaced: choose another path" in capsys.readouterr().err
+    assert run.read_bytes() == before
+
+
 @pytest.mark.parametrize(("marked", "count"), [(["torch.sdpa"], 2), (["torch.sdpa", "torch.eager"], 2), ([], 0)])
 def test_choices_on_unstable_samples_are_counted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, marked: list[str], count: int

@@ -85,6 +85,7 @@ def test_nothing_timed_is_not_silent(capsys: pytest.CaptureFixture[str]):
         (["first", "--format", "yaml"], "yaml"),
         (["first"], "--format"),
         (["second.jsonl", "--format", "csv", "-o", "second.jsonl"], "second.jsonl is one of the run files to read"),
+        (["first", "--format", "csv", "-o", "second.jsonl"], "second.jsonl is a run file, which is never replaced"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from attnbench.cli.inputs import read_runs
+from attnbench.cli.inputs import read_together
 from attnbench.cli.options import Flag, Json, Many, Runs
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
@@ -100,11 +100,15 @@ def choose_from(sources: Sequence[CandidateRun], constraints: Constraints) -> Ch
 
 
 def describe_replaced(output: Path | None) -> str:
-    """Return words about the file that a new policy replaces, for the message that it was written; empty if none."""
+    """Return words about the file that a new policy replaces, for the message that it was written; empty if none.
+
+    Raises UsageError if that is a run file."""
+    from attnbench.files import refuse_run_file
     from attnbench.policy import read_policy
 
     if output is None or not output.is_file():
         return ""
+    refuse_run_file(output)
     try:
         count = len(read_policy(output.read_bytes(), str(output)).entries)
     except (OSError, UsageError):
@@ -194,7 +198,7 @@ def read_sources(names: Sequence[str]) -> list[CandidateRun]:
     """Read every run named, each once."""
     from attnbench.choosing.candidates import CandidateRun
 
-    found = [CandidateRun(path.name, run.header.created, run.records) for path, run in read_runs(names).items()]
+    found = [CandidateRun(path.name, run.header.created, run.records) for path, run in read_together(names).items()]
     if not any(source.records for source in found):
         raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
     return found

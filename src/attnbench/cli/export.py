@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import has_words, read_runs, spare_runs
+from attnbench.cli.inputs import has_words, read_together, spare_runs
 from attnbench.cli.options import Words
 from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
@@ -42,7 +42,7 @@ def export(
     from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
     from attnbench.results.exports.table import ExportedRun
 
-    read = read_runs(runs or ("latest",))
+    read = read_together(runs or ("latest",))
     paths = list(read)
     sources = [
         ExportedRun(path.stem, run.header, [record for record in run.records if has_words(record, words)])

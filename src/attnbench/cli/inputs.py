@@ -45,6 +45,17 @@ def read_runs(names: Iterable[str]) -> dict[Path, Run]:
     return runs
 
 
+def read_together(names: Iterable[str]) -> dict[Path, Run]:
+    """Read runs whose cells are compared: functions of one name from different files get names of their own."""
+    from attnbench.run.user_functions import told_apart
+
+    runs, places = told_apart(read_runs(names))
+    if places:
+        told = ", ".join(f"{name} (from {place})" for name, place in sorted(places.items()))
+        warn(f"these runs have different functions of one name; they are called {told}")
+    return runs
+
+
 def has_words(record: Record, words: str) -> bool:
     """Return whether the id of a cell contains all these words."""
     return all(word in record.cell.id for word in words.split())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import asker, check_against, commit_places, read_runs, spare_runs
+from attnbench.cli.inputs import asker, check_against, commit_places, read_together, spare_runs
 from attnbench.cli.options import Flag, Json, Many, Runs
 from attnbench.cli.output import note, print_json, say, warn
 from attnbench.errors import UsageError
@@ -53,7 +53,7 @@ def report(
     from attnbench.report.html.sections import ReportedRun
     from attnbench.report.summaries import FILES, folder_of
 
-    read = read_runs(runs or ("latest",))
+    read = read_together(runs or ("latest",))
     paths = list(read)
     # The oldest first, so that the newest of a repeated cell is the one that stays.
     sources = [ReportedRun(path.name, run, str(path)) for path, run in read.items()]

@@ -177,22 +177,6 @@ def read_baseline(path: Path) -> Baseline:
     return baseline
 
 
-def one_source(a: str, b: str) -> bool:
-    """Return whether two spellings may mean one file or module; an unknown one may mean any.
-
-    `kern.py`, `/home/me/kern.py` and `pkg.kern` are one, since each longer one ends with the shorter.
-    """
-    first, second = sorted((_source_parts(a), _source_parts(b)), key=len)
-    return not first or second[-len(first) :] == first
-
-
-def _source_parts(where: str) -> tuple[str, ...]:
-    """Return the parts of a file's or module's name: `src/pkg/kern.py` and `pkg.kern` end alike."""
-    if not where.endswith(".py"):
-        return tuple(filter(None, where.split(".")))
-    return tuple(part for part in Path(where.removesuffix(".py")).parts if part not in ("/", ".", ".."))
-
-
 def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
     """Return the baseline of a record, or the reason why it cannot have one."""
     if not isinstance(record, Ok):

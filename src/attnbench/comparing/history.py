@@ -18,7 +18,6 @@ import numpy as np
 from msgspec import Struct, structs
 from rich.console import Console
 
-from attnbench.comparing.baselines import one_source
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.printable import printable, shortened
@@ -26,6 +25,7 @@ from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.records import is_anchor, is_timed, label
+from attnbench.run.user_functions import one_source
 from attnbench.spec import Ok, Record, Workload
 
 LEAST_POINTS = 6

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from attnbench.comparing.baselines import find as find_baseline
-from attnbench.comparing.baselines import list_baselines, one_source, why_missing
+from attnbench.comparing.baselines import list_baselines, why_missing
 from attnbench.comparing.gate_cases import Floors, OnInconclusive, case_of, geomean, judge, with_holm
 from attnbench.comparing.statistics import SES_TO_DETECT, clears
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, GateReport, Verdict
@@ -26,7 +26,7 @@ from attnbench.measuring.sampling import round_medians
 from attnbench.results.ratios import STORED_FLOOR, STORED_SAME, Ratio, combine, geometric_mean, paired_ratio
 from attnbench.results.records import is_anchor, label, machine_differences, on_one_clock, sitting_of
 from attnbench.results.run_file import Run, read_run
-from attnbench.run.user_functions import sources_of
+from attnbench.run.user_functions import one_source, sources_of
 from attnbench.spec import DIRTY, Environment, Incorrect, Ok, Record
 
 NO_CONTROLS = "stored times have no controls: a verdict between refs (`--baseline REF --current REF`) is more reliable"

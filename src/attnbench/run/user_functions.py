@@ -20,7 +20,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnbench import registry
 from attnbench.errors import UsageError
@@ -268,13 +268,67 @@ def asked_references(request: Mapping[str, Any]) -> list[str]:
     return [one for one in implementations if is_reference(one)] if isinstance(implementations, list | tuple) else []
 
 
-def sources_of(run: Run) -> dict[str, str]:
-    """Return the file or module of each function that a run was given by reference, by the function's name."""
+def told_apart(runs: Mapping[Path, Run]) -> tuple[dict[Path, Run], dict[str, str]]:
+    """Return runs that are read together, with other names for functions of one name that come from different files,
+    and the file of each such name: `fast:attend` and `slow:attend`, as one run of both would call them."""
+    found: dict[str, list[str]] = {}
+    for run in runs.values():
+        for reference in _references(run).values():
+            found.setdefault(reference.rpartition(":")[2], []).append(reference)
+    names: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for references in found.values():
+        kept: list[str] = []
+        for one in sorted(set(references), key=lambda one: (len(one), one)):
+            where = one.rpartition(":")[0]
+            known = next((other for other in kept if one_source(other.rpartition(":")[0], where)), None)
+            names[one] = known or one
+            kept += [] if known else [one]
+        apart = name_references(kept) if len(kept) > 1 else {}
+        names |= {one: apart.get(names[one], "") for one in references}
+        places |= {name: reference.rpartition(":")[0] for reference, name in apart.items()}
+    return {path: _renamed(run, names) for path, run in runs.items()}, places
+
+
+def _renamed(run: Run, names: Mapping[str, str]) -> Run:
+    """Return a run whose functions have the names of their references, if there is one."""
+    new = {name: names[reference] for name, reference in _references(run).items() if names[reference]}
+    if not new:
+        return run
+    records = tuple(
+        structs.replace(one, implementation=new.get(one.implementation, one.implementation)) for one in run.records
+    )
+    return structs.replace(run, records=records)
+
+
+def _references(run: Run) -> dict[str, str]:
+    """Return the reference of each function that a run was given, by the function's name."""
     return {
-        name: reference.rpartition(":")[0]
+        name: reference
         for header in run.headers
         for reference, name in name_references(asked_references(header.request)).items()
     }
+
+
+def sources_of(run: Run) -> dict[str, str]:
+    """Return the file or module of each function that a run was given by reference, by the function's name."""
+    return {name: reference.rpartition(":")[0] for name, reference in _references(run).items()}
+
+
+def one_source(a: str, b: str) -> bool:
+    """Return whether two spellings may mean one file or module; an unknown one may mean any.
+
+    `kern.py`, `/home/me/kern.py` and `pkg.kern` are one, since each longer one ends with the shorter.
+    """
+    first, second = sorted((_source_parts(a), _source_parts(b)), key=len)
+    return not first or second[-len(first) :] == first
+
+
+def _source_parts(where: str) -> tuple[str, ...]:
+    """Return the parts of a file's or module's name: `src/pkg/kern.py` and `pkg.kern` end alike."""
+    if not where.endswith(".py"):
+        return tuple(filter(None, where.split(".")))
+    return tuple(part for part in Path(where.removesuffix(".py")).parts if part not in ("/", ".", ".."))
 
 
 def source_file(where: str) -> Path | None:

@@ -97,7 +97,7 @@ class TorchFramework(Framework):
     def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
         import torch
 
-        return torch.from_numpy(np.array(values)).to(getattr(torch, dtype)).to(_torch_device(device))
+        return torch.from_numpy(np.array(values, order="C")).to(getattr(torch, dtype)).to(_torch_device(device))
 
     def numpy(self, array: Array) -> np.ndarray:
         import torch
@@ -134,8 +134,10 @@ class TorchFramework(Framework):
             torch.accelerator.synchronize()
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
+        import torch
+
         refuse_modes()
-        return tuple(array.detach().clone() for array in tree)
+        return tuple(array.detach().clone(memory_format=torch.contiguous_format) for array in tree)
 
     def checksum(self, array: Array) -> bytes:
         """Return a digest of sums of the bits along each of the last two axes, so that little comes to the host."""
