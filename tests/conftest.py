@@ -62,6 +62,8 @@ _tests_begun = count()
 if sys.platform == "linux":
     # For the whole run, not for a test: workers in this process refuse functions of attnbench that have changed.
     Remote.start = classmethod(standing_workers.start)
+# For the whole run too: how many threads a run takes must not depend on what else the machine does.
+launch.threads_left = compare.threads_left = lambda device: (None, "")
 LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
@@ -100,13 +102,6 @@ def _new_workers(request, monkeypatch):
     """Tests do not wait for workers that import a framework, unless they are marked `new_workers`."""
     new = any(map(request.node.get_closest_marker, ("new_workers", "gpu")))
     monkeypatch.setattr(standing_workers, "forking", not new)
-
-
-@pytest.fixture(autouse=True)
-def _other_programs_decide_nothing(monkeypatch):
-    """How many threads a run takes depends on what else the machine does; its own test has the function itself."""
-    for module in (launch, compare):
-        monkeypatch.setattr(module, "threads_left", lambda device: (None, ""))
 
 
 @pytest.fixture(autouse=True)

@@ -37,8 +37,22 @@ def test_unpaired_when_rounds_do_not_match():
 def test_same_answer_twice_and_mirrored():
     a, b = ok("a", noisy(1e6, 1)), ok("b", noisy(1.3e6, 2))
     assert paired_ratio(a, b) == paired_ratio(a, b)
-    there, back = paired_ratio(a, b), paired_ratio(b, a).inverse
-    assert there.value == pytest.approx(back.value)
+
+
+@pytest.mark.parametrize("rounds", [3, 6, 8, 9, 12, 25])
+@pytest.mark.parametrize("waited", [None, 0.3])
+def test_both_ways_round_have_one_interval(rounds: int, waited: float | None):
+    for seed in range(10):
+        a, b = (
+            busy(name, noisy(time, seed + add, 0.02, rounds), waited)
+            for name, time, add in (("a", 1e6, 0), ("b", 1.015e6, 99))
+        )
+        for level in (0.95, RANK_LEVEL):
+            there, back = paired_ratio(a, b, level), paired_ratio(b, a, level).inverse
+            assert (there.value, there.low, there.high) == pytest.approx((back.value, back.low, back.high), rel=1e-12)
+            assert there.sign == back.sign
+        there, back = mean_log_ratio([(a, b)] * 7).ratio(), mean_log_ratio([(b, a)] * 7).ratio().inverse
+        assert (there.low, there.high) == pytest.approx((back.low, back.high), rel=1e-12)
 
 
 @pytest.mark.parametrize("rounds", [6, 7, 8, 25, 160])

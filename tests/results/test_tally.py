@@ -68,4 +68,10 @@ def test_shapes_that_disagree():
     verdict = judge(pairs)
     assert verdict.sign == 0
     assert verdict.apart
-    assert "mixed" in {one.kind for one in recommend([record for pair in pairs for record in pair])}
+    assert verdict.mixed
+    records = [record for pair in pairs for record in pair]
+    found = recommend(records)
+    assert "mixed" in {one.kind for one in found}
+    told = [closing(records), *(one.text for one in found)]
+    assert not any("vary too much" in text for text in told), told
+    assert "cannot be told apart (each is faster on some, 0.5" in told[0]

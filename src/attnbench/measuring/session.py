@@ -132,7 +132,7 @@ class Session:
             before = self._held()
             self.programs, call_lse = self._build(self.cell.workload, draws)
             copied = self._copied(self._inputs[0])
-            first_call_ns = self._time_first_call(copied)
+            first_call_ns, of_first_call = self._time_first_call(copied)
             if copied is not self._inputs[0] and not all(map(self._framework.same_bits, copied, self._inputs[0])):
                 raise Wrong("changed its inputs")
             del copied
@@ -158,6 +158,9 @@ class Session:
         if not draws.intact(self._implementation.layout):
             raise Wrong("changed its inputs")
         self._checks = self._checks_of_timed_calls()
+        with stages.timed("verify"):
+            self._checks.compare_first(dict(zip(self.output_names, of_first_call)))
+            del of_first_call
         return Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
@@ -328,13 +331,15 @@ class Session:
         """Return copies of inputs, for calls that are not watched and could change them, such as the first."""
         return Inputs(*self._framework.snapshot(tuple(inputs))) if self._framework.overwrites else inputs
 
-    def _time_first_call(self, inputs: Any) -> int:
+    def _time_first_call(self, inputs: Any) -> tuple[int, tuple[Any, ...]]:
+        """Return the time of the first call and a copy of its outputs, which later calls cannot correct."""
         prepared = self.programs.main.prepare(inputs)
         self._framework.wait(prepared)
         start = time.perf_counter_ns()
         output = self.programs.main.run(prepared)
         self._framework.wait(output)
-        return time.perf_counter_ns() - start
+        spent_ns = time.perf_counter_ns() - start
+        return spent_ns, self._framework.snapshot(output)
 
     def _profiled(self) -> tuple[list[str] | None, str | None]:
         kernels, reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)

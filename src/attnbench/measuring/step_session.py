@@ -82,7 +82,7 @@ class StepSession(Session):
             values = [self._kind.draw(workload, SETS * self._options.seed + n) for n in range(SETS)]
             self._states = [self._state(workload, one) for one in values]
             self.programs = self._programs(workload, self._state(workload, values[0]))
-            first_call_ns = self._time_first_call(self._state(workload, values[0]))
+            first_call_ns, _ = self._time_first_call(self._state(workload, values[0]))
         with stages.timed("verify"):
             small = self._kind.small(workload)
             if small == workload:

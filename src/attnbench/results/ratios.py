@@ -96,7 +96,9 @@ def condensed(record: Record) -> Record:
 
 
 def paired_ratio(a: Ok, b: Ok, level: float = 0.95) -> Ratio:
-    """Return time of b / time of a at a confidence."""
+    """Return time of b / time of a at a confidence; the ratio the other way round is its inverse."""
+    if _is_turned(a, b):
+        return paired_ratio(b, a, level).inverse
     first, second = round_medians(_timed(a)), round_medians(_timed(b))
     shared = min(len(first), len(second)) if _in_turn(a, b) else 0
     if shared < FEW_ROUNDS or _waited(a) or _waited(b):
@@ -108,16 +110,26 @@ def log_ratio(a: Ok, b: Ok, seed: int = SEED) -> LogRatio:
     """Return ln(time of b / time of a). The same seed gives the same draws, so that a table prints the same twice.
 
     Threads that waited for a core make a time too long by an unknown part of the wait, in all rounds alike. So half of
-    the draws take all of a's wait off and half all of b's, the same draws for every pair: what all have in common does
-    not average out over workloads.
+    the draws take all of a's wait off and half all of b's, the same draws for every pair of two names: what all have in
+    common does not average out over workloads.
     """
-    found = _sampled_ratio(a, b, seed)
+    if _is_turned(a, b):
+        turned = _sampled_ratio(b, a, seed)
+        found = LogRatio(-turned.point, -turned.draws)
+    else:
+        found = _sampled_ratio(a, b, seed)
     if not _waited(a) and not _waited(b):
         return found
-    draws = found.draws.copy()
-    draws[::2] += log(1 - _waited(b))
-    draws[1::2] -= log(1 - _waited(a))
+    draws, lower = found.draws.copy(), int(a.implementation > b.implementation)
+    draws[lower::2] += log(1 - _waited(b))
+    draws[1 - lower :: 2] -= log(1 - _waited(a))
     return LogRatio(found.point, draws)
+
+
+def _is_turned(a: Ok, b: Ok) -> bool:
+    """Return whether the ratio is computed the other way round, so that both ways have one interval."""
+    first, second = _timed(a), _timed(b)
+    return (first.median_ns, first.samples_ns) > (second.median_ns, second.samples_ns)
 
 
 def _waited(record: Ok) -> float:

@@ -216,6 +216,8 @@ def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
         text = f"{near} from {other}: {format_ratio(verdict.ratio)}"
     elif verdict.sign <= 0:
         why = "times vary too much to tell" if vague(verdict.ratio) else format_ratio(verdict.ratio)
+        if verdict.mixed and vague(verdict.ratio):
+            why = f"each is faster on some shapes, {format_span(*verdict.span)}"
         text = f"not certainly faster than {other}: {why}"
     where = "" if len(pairs) == len(tally.standings) else f" (both ran on {len(pairs)})"
     return f"{text}{where}", _rests_on(name, other, pairs, verdict)

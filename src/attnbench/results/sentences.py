@@ -258,6 +258,8 @@ def _comparison(tally: Tally, name: str, other: str | None, called: str = "") ->
         if near := slightly_apart(ratio):
             return f"{called} and {other} are {near} ({format_ratio(ratio)}) over {shapes}"
         why = "their times vary too much" if vague(ratio) else format_ratio(ratio)
+        if verdict.mixed and vague(ratio):
+            why = f"each is faster on some, {format_span(least, most)}"
         return f"{called} and {other} cannot be told apart ({why}) over {shapes}"
     if verdict.sign < 0:
         ratio_text = format_ratio(ratio.inverse) if verdict.on_average else format_span(1 / most, 1 / least)

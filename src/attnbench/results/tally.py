@@ -41,6 +41,11 @@ class Verdict(Struct, frozen=True):
         return any(ratio.sign for ratio in self.each)
 
     @property
+    def mixed(self) -> bool:
+        """Whether each is significantly faster on some workload."""
+        return {1, -1} <= {ratio.sign for ratio in self.each}
+
+    @property
     def certain(self) -> bool:
         """Whether the two differ significantly, on average or on each workload, whichever is ahead there."""
         return bool(self.sign) or all(ratio.sign for ratio in self.each)

@@ -18,7 +18,7 @@ from attnbench.frameworks import Inputs, Program
 from attnbench.masks import Causal
 from attnbench.spec import Array, Call
 from attnbench.verifying.subject import Examination, Subject, Wrong, run
-from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, spot
+from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, rounded_terms, spot
 
 SMALL = 1e-3
 """Share of a typical head's size; smaller heads are compared with it instead of their own size."""
@@ -90,7 +90,7 @@ def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: 
     want, got = fw.cast(want, subject.wide), fw.cast(got, subject.wide)
     off, size = head_norms(subject, got - want), head_norms(subject, want)
     size = np.maximum(size, SMALL * np.median(size))
-    over = off > bound * size
+    over = off > bound * size + rounded_of_head(subject, name)
     if not over.any():
         return
     batch, head = (int(place) for place in np.argwhere(over)[0])
@@ -99,6 +99,17 @@ def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: 
         f"{LONG_NAMES[name]} depends on its place: batch {places.batch[batch]}, head {places.of(name)[head]} moved to "
         f"batch {batch}, head {head} gives another result (off by {share:.1e}, {bound:.1e} allowed)"
     )
+
+
+def rounded_of_head(subject: Subject, name: str) -> float:
+    """Return what rounding may leave of the terms that cancel in the gradient of a whole head."""
+    draws = subject.draws
+    if name not in ("dq", "dk") or not draws.gradient_heads:
+        return 0.0
+    found = [truth.cancelling_grads for truth in draws.truths(0, True)]
+    terms = [grads[name == "dk"] for grads in found if grads is not None]
+    least = (rounded_terms(one, subject.workload.dtype, subject.workload.head_dim) for one in terms)
+    return max((float(np.linalg.norm(one)) for one in least), default=0.0)
 
 
 def head_norms(subject: Subject, array: Array) -> np.ndarray:

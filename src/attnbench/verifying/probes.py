@@ -182,6 +182,8 @@ def counted_pairs(framework: Framework, device: str, workload: Workload, reach: 
     most = MOST_TERMS.get(w.dtype, float("inf"))
     rows = most * min(len(of_q), len(of_v)) / (w.q_len * w.group)
     length = np.array(2.0 ** round(-log2(abs(w.softmax_scale)))) if w.softmax_scale else np.array(1.0)
+    if w.dtype == "float16":
+        length = np.minimum(length, 2.0 ** floor(log2(LARGEST_FLOAT16)))
     v = signs(w.kv_len, w.value_dim)[None, :, None] * signs(w.batch, w.kv_heads, w.value_dim)[:, None]
     return Inputs(
         one_hot(w.q_len, w.heads, of_q, w.head_dim, length, 1.0),

@@ -29,6 +29,7 @@ from attnbench.verifying.tolerance import (
     SLACK,
     SMALL_ROW,
     ZERO_ROW,
+    Apart,
     apart,
     first_over,
     rounded_terms,
@@ -218,16 +219,30 @@ class TimedChecks:
 
     def compare_whole(self, which: int, transform: Transform, outputs: Mapping[str, Array], main: bool = True) -> None:
         """Compare all outputs of a call with a known transform with the verified ones."""
-        good, dtype = dict(zip(self._names, self._findings.good[which])), self._workload.dtype
         for name, array in outputs.items():
-            found = self._transforms.undo(name, array, transform)
-            if self._framework.same_bits(found + 0.0, good[name] + 0.0):
-                continue
-            self.repeats = self.repeats and not main
-            limits = self._findings.limits(name, dtype)
-            limits = limits._replace(relative=min(limits.relative, NOTHING_LIKE / SLACK))
-            if differs := apart(self._framework, found, good[name], limits, dtype):
+            same, differs = self._differs(which, name, self._transforms.undo(name, array, transform))
+            self.repeats = self.repeats and (same or not main)
+            if differs is not None:
                 raise _wrong(name, spot(differs, self.boxes.layout), differs.share, differs.allowed)
+
+    def compare_first(self, outputs: Mapping[str, Array]) -> None:
+        """Compare the outputs of the first call, on the first input set, with those of later calls, which are right."""
+        for name, array in outputs.items():
+            _, differs = self._differs(0, name, array)
+            if differs is not None:
+                raise Wrong(
+                    f"wrong in the first call only, {name}: {spot(differs, self.boxes.layout)} differs by "
+                    f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
+                )
+
+    def _differs(self, which: int, name: str, found: Array) -> tuple[bool, Apart | None]:
+        """Return whether an output has the bits of the verified one, and where it is further apart than allowed."""
+        good = dict(zip(self._names, self._findings.good[which]))[name]
+        if self._framework.same_bits(found + 0.0, good + 0.0):
+            return True, None
+        limits = self._findings.limits(name, self._workload.dtype)
+        limits = limits._replace(relative=min(limits.relative, NOTHING_LIKE / SLACK))
+        return False, apart(self._framework, found, good, limits, self._workload.dtype)
 
     def _compare_rows(self, which: int, at: tuple[int, int], looks: Sequence[Look]) -> None:
         """Compare copied rows of calls on one input set with the truth.

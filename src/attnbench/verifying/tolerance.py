@@ -231,7 +231,7 @@ def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, siz
         return Compared(
             float("inf"), 0.0, float("inf"), "lse: not finite, or not -inf exactly on the rows that see no key"
         )
-    scale = np.maximum(sizes[seen], 1.0)
+    scale = np.maximum(np.maximum(sizes[seen], np.abs(exact[seen])), 1.0)  # a bias is part of it, and of no logit
     off, usual = (float((np.abs(x[seen] - exact[seen]) / scale).max(initial=0.0)) for x in (got, plain))
     usual = usual if np.isfinite(usual) else 0.0
     allowed = FORWARD_FACTOR * usual + LSE_FLOOR + EPS[dtype]

@@ -1,0 +1,106 @@
+"""Right kernels pass, whatever they ask of memory and however little a shape leaves to compare; one whose first call
+alone is wrong does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mutations
+import numpy as np
+import pytest
+
+from attnbench import masks, registry
+from attnbench.measuring.session import Options, Session
+from attnbench.spec import Cell, Config, Environment, Implementation, Workload
+from attnbench.verifying.draws import Draws
+from attnbench.verifying.subject import Wrong
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+class Eager(Implementation):
+    """torch.eager behind a function of its inputs."""
+
+    name, framework = "torch.mine", "torch"
+
+    def supports(self, workload: Workload, environment: Environment) -> str | None:
+        return None
+
+    def build(self, workload: Workload, config: Config) -> Any:
+        inner = registry.get("torch.eager").build(workload, {})
+        return lambda *arrays: self.call(inner, arrays)
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        return inner(*arrays)
+
+
+class Contiguous(Eager):
+    """As kernels of ctypes, Triton or CUDA, which read memory and not strides."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        assert all(array.is_contiguous() for array in arrays), [array.stride() for array in arrays]
+        return inner(*arrays)
+
+
+class WrongAtFirst(Eager):
+    """As one that returns an unwritten buffer while it tunes or captures a graph."""
+
+    calls = 0
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        self.calls += 1
+        return inner(*arrays) * (self.calls > 1)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "train"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("fields", [{}, {"mask": masks.causal()}, {"dtype": "bfloat16", "softcap": 20.0}], ids=str)
+def test_checks_hand_out_contiguous_arrays(pass_: str, kv_heads: int, fields: dict[str, Any]):
+    workload = Workload(batch=2, q_len=32, heads=4, kv_heads=kv_heads, head_dim=16, pass_=pass_, **fields)  # pyright: ignore
+    assert mutations.Bench("cpu").verdict(Contiguous(), workload) == ("ok", "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["torch.eager", "torch.sdpa", "numpy.reference"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"batch": 2, "q_len": 13, "kv_len": 1, "heads": 3, "head_dim": 5},
+        {"batch": 1, "q_len": 1, "heads": 1, "head_dim": 8, "dtype": "float64"},
+        {"batch": 1, "q_len": 1, "heads": 2, "head_dim": 16, "dtype": "float64"},
+    ],
+    ids=str,
+)
+def test_gradients_that_are_0_at_any_scale_and_place(name: str, fields: dict[str, Any], seed: int):
+    """Of a query that sees one key dQ and dK are 0, and only rounding is left to compare."""
+    assert mutations.Bench("cpu").verdict(registry.get(name), Workload(pass_="train", **fields), seed) == ("ok", "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bias", ["all", "three rows"])
+def test_an_lse_of_float32_below_a_large_bias(dtype: str, bias: str):
+    values = np.random.default_rng(0).normal(size=(7, 40)) - (1e4 if bias == "all" else 0)
+    if bias != "all":
+        values[:3] = -1e9
+    workload = Workload(batch=1, q_len=7, kv_len=40, heads=2, head_dim=64, dtype=dtype, mask=masks.dense(values))  # pyright: ignore
+    for name in ("numpy.reference", "torch.eager"):
+        assert mutations.Bench("cpu").verdict(registry.get(name), workload) == ("ok", ""), name
+
+
+def opened(implementation: Implementation, pass_: str) -> Session:
+    """A session that examines the implementation, as a worker makes it."""
+    from attnbench import frameworks
+
+    framework, workload = frameworks.get("torch"), Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_=pass_)  # pyright: ignore
+    cell = Cell(implementation.name, workload)
+    session = Session(framework, framework.environment("cpu"), implementation, cell, Options())
+    session.open(Draws(framework, "cpu", workload, 0))
+    return session
+
+
+@pytest.mark.parametrize("pass_", ["forward", "train"])
+def test_a_first_call_that_is_wrong_is_found(pass_: str):
+    with pytest.raises(Wrong, match="wrong in the first call only, out"):
+        opened(WrongAtFirst(), pass_)
+    opened(Eager(), pass_)
