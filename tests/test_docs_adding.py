@@ -143,3 +143,9 @@ def test_the_examples_keep_to_our_style(copy: Path):
     for words in (["check", *config], ["format", "--check", *config]):
         done = run(copy, "ruff", *words, *titles, path=copy / "src")
         assert done.returncode == 0, done.stdout
+
+
+def test_the_page_counts_the_workloads_of_the_conformance_suite():
+    from attnbench.workloads.catalogue import edge
+
+    assert f"all {len({one.id for one in edge()})} workloads of the conformance suite" in PAGE.read_text()

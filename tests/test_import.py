@@ -75,6 +75,14 @@ def test_the_public_names_are_all_there_and_no_others():
         _ = ab.atention
 
 
+def test_the_version_is_that_of_the_package():
+    from importlib.metadata import version
+
+    import attnbench
+
+    assert attnbench.__version__ == version("attnbench")
+
+
 def test_what_type_checkers_see_is_what_is_exported():
     """The imports under TYPE_CHECKING and the table of homes are written twice; they must not drift apart."""
     import ast

@@ -54,6 +54,10 @@ __all__ = [*_HOME, "masks"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("attnbench")
     if name in _MODULES:
         found = import_module(_MODULES[name])
     elif name in _HOME:
