@@ -339,7 +339,9 @@ class Session:
         output = self.programs.main.run(prepared)
         self._framework.wait(output)
         spent_ns = time.perf_counter_ns() - start
-        return spent_ns, self._framework.snapshot(output)
+        # What is no array of the framework is refused later, with a reason.
+        arrays = isinstance(output, tuple) and all(map(self._framework.owns, output))
+        return spent_ns, self._framework.snapshot(output) if arrays else output
 
     def _profiled(self) -> tuple[list[str] | None, str | None]:
         kernels, reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)
