@@ -27,6 +27,7 @@ from attnbench.report.html.page import compose, render
 from attnbench.report.html.sections import ReportedRun
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
+expect.set_options(timeout=30_000)
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 BREAKER = "</script><script>window.hacked=2</script>"
 JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
@@ -371,7 +372,7 @@ def test_paper_shows_tables_whole_and_no_filters(browser: Any, report: Path):
         "[...document.querySelectorAll('.chart svg')].some(one => one.clientWidth > one.closest('.chart').clientWidth)"
     )
     opened.page.set_viewport_size({"width": 700, "height": 900})
-    assert not opened.page.evaluate(cut)
+    opened.page.wait_for_function(f"!({cut})")  # charts are drawn again a moment later
     assert opened.page.pdf().startswith(b"%PDF")
     opened.page.emulate_media(media="screen")
     expect(opened.page.locator("[data-view=speedups] tbody tr")).to_have_count(48)

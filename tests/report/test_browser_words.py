@@ -23,6 +23,7 @@ from playwright.sync_api import expect
 from attnbench.report.html.page import render
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
+expect.set_options(timeout=30_000)
 SPEEDS = {"torch.eager": 4e6, "torch.sdpa": 1e6, "jax.einsum": 3e6, "jax.cudnn": 2e6}
 BLOCKS = masks.block_causal([[0] * 64 + [1] * 64])
 
