@@ -17,7 +17,7 @@ import standing_workers
 
 from attnbench import registry
 from attnbench.comparing import compare
-from attnbench.run import launch
+from attnbench.run import launch, workload
 from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
 
@@ -64,6 +64,7 @@ if sys.platform == "linux":
     Remote.start = classmethod(standing_workers.start)
 # For the whole run too: how many threads a run takes must not depend on what else the machine does.
 launch.threads_left = compare.threads_left = lambda device: (None, "")
+workload.busy_cores = lambda: 0.0
 LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 

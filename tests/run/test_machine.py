@@ -15,7 +15,7 @@ from attnbench.run import launch as launching
 from attnbench.run.environment import threads_left
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.machine import machine_lock, measuring
-from attnbench.spec import Workload
+from attnbench.spec import Ok, Record, Workload
 
 HOLDER = (
     "import sys\nfrom attnbench.run.machine import machine_lock\n"
@@ -212,3 +212,18 @@ def test_who_names_a_number_of_threads_gets_it(monkeypatch: pytest.MonkeyPatch):
     assert pools == [2, None, 1]
     assert asked == [None]
     assert told == ["busy"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count waits for a core")
+@pytest.mark.parametrize("looks, counted", [([0.1, 0.2], False), ([1.0, 0.1], True), ([0.1, 0.7], True)])
+def test_waits_count_only_beside_other_programs(monkeypatch: pytest.MonkeyPatch, looks, counted):
+    monkeypatch.setattr("attnbench.run.workload.busy_cores", lambda: looks.pop(0))
+    records: list[Record] = []
+    request = Request(
+        workloads=(Workload(batch=1, q_len=16, heads=2, head_dim=8),), implementations=("numpy.float32",),
+        framework="numpy", budget_s=0.01, device="cpu",
+    )  # fmt: skip
+    launch(request, records.extend, Listener())
+    times = [one.time for one in records if isinstance(one, Ok)]
+    assert times
+    assert all(time is not None and (time.waited is not None) == counted for time in times)

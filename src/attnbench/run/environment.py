@@ -153,6 +153,11 @@ LOOK_S, BUSY_CORES = 0.25, 0.5
 """Seconds for which other programs are watched, and how many cores they may use unnoticed."""
 
 
+def busy_cores() -> float:
+    """Return how many cores are in use for a moment, in which this process and its workers do nothing."""
+    return psutil.cpu_percent(LOOK_S) / 100 * (os.cpu_count() or 1)
+
+
 def threads_left(device: str | None) -> tuple[int | None, str]:
     """Return as many threads as there are cores that other programs leave free, at least 1, and a sentence about it.
 
@@ -161,9 +166,8 @@ def threads_left(device: str | None) -> tuple[int | None, str]:
     """
     if device != "cpu" and (device is not None or driver_version()):
         return None, ""
-    cores = os.cpu_count() or 1
+    cores, busy = os.cpu_count() or 1, busy_cores()
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    busy = psutil.cpu_percent(LOOK_S) / 100 * cores
     threads = max(1, round(cores - busy))
     if busy < BUSY_CORES or threads >= mine:
         return None, ""

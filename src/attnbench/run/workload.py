@@ -22,6 +22,7 @@ from attnbench.measuring import anchors
 from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import WAITED, Dropped, Series, StopRule, interleave, summarise
 from attnbench.run import protocol as p
+from attnbench.run.environment import BUSY_CORES, busy_cores
 from attnbench.run.machine import scratch
 from attnbench.run.plan import Group, least_bytes
 from attnbench.run.pool import Pool
@@ -271,7 +272,11 @@ class WorkloadRun:
         if not timed:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
+        looks = [] if any(self._pool.accelerated(one.group.framework) for one in timed) else [busy_cores()]
         gathered = interleave(timed, rule, self._rng, always=companions)
+        if looks and max(*looks, busy_cores()) < BUSY_CORES:
+            for one in (*timed, *companions):  # of an idle machine: threads waited for each other, as they always do
+                one.waited.clear()
         for one in timed:
             if one.lost is None:
                 with suppress(Dropped):  # then the cell turned out wrong, and `lost` is its record
