@@ -17,10 +17,11 @@ import attnbench as ab
 from attnbench import registry
 from attnbench.comparing.compare import IN_PROCESS
 from attnbench.errors import UsageError
+from attnbench.results.run_file import Header, Run
 from attnbench.run import user_functions
 from attnbench.run.launch import Listener, Request, launch, plan_only
-from attnbench.run.user_functions import CannotSend, from_object, from_reference, name_references
-from attnbench.spec import Implementation, Workload
+from attnbench.run.user_functions import CannotSend, from_object, from_reference, name_references, told_apart
+from attnbench.spec import Implementation, Record, Unsupported, Workload
 
 SMALL = Workload(batch=1, q_len=8, heads=2, head_dim=4)
 
@@ -316,3 +317,48 @@ def test_a_module_in_any_site_packages_is_installed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
         module = importlib.import_module(f"in_{folder.partition('-')[0]}")
         assert user_functions._is_own(module) is own
+
+
+def run_of(*references: str, names: tuple[str, ...] = ("attend", "torch.sdpa")) -> Run:
+    """A run of these functions, with records of these names."""
+    header = Header(
+        schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", request={"implementations": references}
+    )
+    records: list[Record] = [Unsupported(implementation=name, workload=SMALL, reason="not here") for name in names]
+    return Run(header, {}, tuple(records))
+
+
+def names_in(runs: dict[Path, Run]) -> list[list[str]]:
+    return [[record.implementation for record in run.records] for run in runs.values()]
+
+
+def test_functions_of_one_name_in_several_runs_are_told_apart():
+    runs = {
+        Path("1"): run_of("x/fast.py:attend"),
+        Path("2"): run_of("y/slow.py:attend"),
+        Path("3"): run_of("torch.sdpa"),
+    }
+    told, places = told_apart(runs)
+    assert names_in(told) == [["fast:attend", "torch.sdpa"], ["slow:attend", "torch.sdpa"], ["attend", "torch.sdpa"]]
+    assert places == {"fast:attend": "x/fast.py", "slow:attend": "y/slow.py"}
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [run_of("kern.py:attend"), run_of("/home/me/kern.py:attend"), run_of("pkg.kern:attend")],
+        [run_of("x/fast.py:attend", "y/slow.py:attend", names=("fast:attend", "slow:attend"))],
+        [run_of("kern.py:attend"), run_of("other.py:another", names=("another",))],
+    ],
+    ids=["one file", "told apart already", "two names"],
+)
+def test_other_names_stay_as_they_are(runs: list[Run]):
+    given = {Path(str(number)): run for number, run in enumerate(runs)}
+    assert told_apart(given) == (given, {})
+
+
+def test_a_run_of_both_keeps_its_names_beside_a_run_of_one():
+    both = run_of("x/fast.py:attend", "y/slow.py:attend", names=("fast:attend", "slow:attend"))
+    told, places = told_apart({Path("1"): both, Path("2"): run_of("x/fast.py:attend")})
+    assert names_in(told) == [["fast:attend", "slow:attend"], ["fast:attend", "torch.sdpa"]]
+    assert places == {"fast:attend": "x/fast.py"}

@@ -9,10 +9,11 @@ import mutations
 import numpy as np
 import pytest
 
-from attnbench import masks, registry
+from attnbench import frameworks, masks, registry
 from attnbench.measuring.session import Options, Session
 from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.probes import counted_pairs
 from attnbench.verifying.subject import Wrong
 
 torch = pytest.importorskip("torch")
@@ -90,8 +91,6 @@ def test_an_lse_of_float32_below_a_large_bias(dtype: str, bias: str):
 
 def opened(implementation: Implementation, pass_: str) -> Session:
     """A session that examines the implementation, as a worker makes it."""
-    from attnbench import frameworks
-
     framework, workload = frameworks.get("torch"), Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_=pass_)  # pyright: ignore
     cell = Cell(implementation.name, workload)
     session = Session(framework, framework.environment("cpu"), implementation, cell, Options())
@@ -104,3 +103,10 @@ def test_a_first_call_that_is_wrong_is_found(pass_: str):
     with pytest.raises(Wrong, match="wrong in the first call only, out"):
         opened(WrongAtFirst(), pass_)
     opened(Eager(), pass_)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-5, 1e-7])
+def test_pairs_are_counted_by_finite_inputs_at_any_scale(scale: float):
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, dtype="float16", scale=scale, pass_="train")
+    drawn = counted_pairs(frameworks.get("torch"), "cpu", workload, np.full(16, 16), 0)
+    assert all(torch.isfinite(array).all() for array in drawn)

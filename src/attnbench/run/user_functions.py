@@ -270,13 +270,12 @@ def asked_references(request: Mapping[str, Any]) -> list[str]:
 
 def told_apart(runs: Mapping[Path, Run]) -> tuple[dict[Path, Run], dict[str, str]]:
     """Return runs that are read together, with other names for functions of one name that come from different files,
-    and the file of each such name: `fast:attend` and `slow:attend`, as one run of both would call them."""
+    and the file of each new name: `fast:attend` and `slow:attend`, as one run of both would call them."""
     found: dict[str, list[str]] = {}
     for run in runs.values():
         for reference in _references(run).values():
             found.setdefault(reference.rpartition(":")[2], []).append(reference)
     names: dict[str, str] = {}
-    places: dict[str, str] = {}
     for references in found.values():
         kept: list[str] = []
         for one in sorted(set(references), key=lambda one: (len(one), one)):
@@ -286,19 +285,19 @@ def told_apart(runs: Mapping[Path, Run]) -> tuple[dict[Path, Run], dict[str, str
             kept += [] if known else [one]
         apart = name_references(kept) if len(kept) > 1 else {}
         names |= {one: apart.get(names[one], "") for one in references}
-        places |= {name: reference.rpartition(":")[0] for reference, name in apart.items()}
-    return {path: _renamed(run, names) for path, run in runs.items()}, places
-
-
-def _renamed(run: Run, names: Mapping[str, str]) -> Run:
-    """Return a run whose functions have the names of their references, if there is one."""
-    new = {name: names[reference] for name, reference in _references(run).items() if names[reference]}
-    if not new:
-        return run
-    records = tuple(
-        structs.replace(one, implementation=new.get(one.implementation, one.implementation)) for one in run.records
-    )
-    return structs.replace(run, records=records)
+    told, places = dict(runs), dict[str, str]()
+    for path, run in runs.items():
+        given = {old: one for old, one in _references(run).items() if names[one] not in ("", old)}
+        if given:
+            places |= {names[one]: one.rpartition(":")[0] for one in given.values()}
+            records = (
+                structs.replace(one, implementation=names[given[one.implementation]])
+                if one.implementation in given
+                else one
+                for one in run.records
+            )
+            told[path] = structs.replace(run, records=tuple(records))
+    return told, places
 
 
 def _references(run: Run) -> dict[str, str]:

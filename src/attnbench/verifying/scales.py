@@ -202,7 +202,9 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
             exact = truth.exact(name)
             errors.append(got - exact)
             usual.append(truth.plain(name) - exact)
-            slopes.append(_told(slope[("out", "dq", "dk", "dv").index(name)].reshape(exact.shape), truth, name))
+            slopes.append(
+                _without_rounding(slope[("out", "dq", "dk", "dv").index(name)].reshape(exact.shape), truth, name)
+            )
     _require_near(f"{name}: as if {parameter} were", errors, usual, slopes, value, off)
     heads, members = draws.gradient_heads if gradients else draws.sample.heads, len(errors[0])
     count = len(heads) * members
@@ -216,7 +218,7 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
             _require_near(what, mine, plain, slope, value, off, TAIL / count)
 
 
-def _told(slope: np.ndarray, truth: Truth, name: str) -> np.ndarray:
+def _without_rounding(slope: np.ndarray, truth: Truth, name: str) -> np.ndarray:
     """Return a slope without the rows that are only what rounding leaves of cancelling terms in the reference, as those
     of a query that sees one key: their gradient is 0 at any scale."""
     if name not in ("dq", "dk") or truth.cancelling_grads is None:
