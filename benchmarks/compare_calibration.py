@@ -3,7 +3,8 @@
 Compares a function with a copy of it in another file (nothing is different), and with one that does 5 % more real work,
 on an idle machine and beside one busy process. Each comparison is a line in FILE as soon as it is over; stop it at any
 time, the next call goes on with what was measured least, until there are COUNT of each. Then, or when its time is up,
-the counts over all lines go to FILE's .summary.json and into the package, whose fine print cites them.
+the counts over all lines go to FILE's .summary.json and, of the published file, into the package, whose fine print
+cites them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from attnbench.comparing.text import CALIBRATION
 from attnbench.spec import Ok, Workload
 
 CONDITIONS, EFFECTS = ("idle", "busy"), ("same", "+5 %")
+PUBLISHED = Path("results/cpu/compare_calibration.jsonl")
 WORKLOAD = Workload(batch=20, q_len=128, heads=4, head_dim=64)
 FUNCTIONS = {
     "torch": """
@@ -74,7 +76,7 @@ def measure(options: argparse.Namespace) -> None:
             framework = options.framework[counts[condition, effect] % len(options.framework)]
             a, b = (f"{folder}/{framework}/{name}.py:attend" for name in ("one", effect))
             how = {"framework": framework, "device": "cpu", "threads": options.threads, "budget_s": options.budget}
-            with beside(spin, [()] if condition == "busy" else []):
+            with beside(spin, [()] if condition == "busy" and not options.beside else []):
                 found = compare(a, b, WORKLOAD, **how)
             counts[condition, effect] += 1
             environment = found.record_a.environment if isinstance(found.record_a, Ok) else None
@@ -82,6 +84,7 @@ def measure(options: argparse.Namespace) -> None:
                 "framework": framework,
                 "threads": options.threads,
                 "load": round(os.getloadavg()[0], 2),
+                **({"beside": options.beside} if condition == "busy" and options.beside else {}),
                 "notes": list(found.notes),
             }
             keep(options.out, condition, effect, found, **facts, cores=environment and environment.cores)
@@ -104,6 +107,7 @@ def summary(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "verdicts": dict(sorted(seen.items())),
                 "machines": sorted({f"{line['device']}, {line['cores']} cores" for line in mine}),
                 "threads": sorted({str(line["threads"] or "all") for line in mine}),
+                "beside": sorted({line.get("beside", "a loop") for line in mine if condition == "busy"}),
                 "frameworks": dict(sorted(Counter(line["framework"] for line in mine).items())),
                 "packages": mine[-1]["packages"],
             }
@@ -118,17 +122,19 @@ def main() -> None:
     parser.add_argument("--condition", nargs="+", default=list(CONDITIONS), choices=CONDITIONS)
     parser.add_argument("--effect", nargs="+", default=list(EFFECTS), choices=EFFECTS)
     parser.add_argument("--framework", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS, help="take turns")
+    parser.add_argument("--beside", help="what keeps a core busy already, for the record: no loop is started then")
     parser.add_argument("--threads", type=int, help="as a user's compare has it: all cores")
     parser.add_argument("--budget", type=float, default=60.0)
-    parser.add_argument("-o", "--out", type=Path, default=Path("results/cpu/compare_calibration.jsonl"))
+    parser.add_argument("-o", "--out", type=Path, default=PUBLISHED)
     options = parser.parse_args()
     try:
         measure(options)
     except KeyboardInterrupt:
         print("stopped; the next call goes on", flush=True)
     text = json.dumps(summary(read(options.out)), indent=1) + "\n"
-    for path in (options.out.with_suffix(".summary.json"), CALIBRATION):
-        path.write_text(text)
+    options.out.with_suffix(".summary.json").write_text(text)
+    if options.out == PUBLISHED:
+        CALIBRATION.write_text(text)
     print(text)
 
 

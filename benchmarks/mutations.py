@@ -27,7 +27,7 @@ from attnbench.measuring.session import refusal
 from attnbench.run.environment import commit_of
 from attnbench.run.machine import isa_cap
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
-from attnbench.verifying.checks import examine
+from attnbench.verifying.checks import Findings, examine
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.subject import Subject, Wrong
 
@@ -65,7 +65,8 @@ class Kernel:
     added: float | None = None
     """What is added to hidden logits instead."""
     padding: str = ""
-    """"key": keys of zeros are hidden; "logit": logits of exactly 0 are."""
+    """"key", "value" or "token": keys of zeros are hidden, keys with a value of zeros, or keys with both; "logit":
+    logits of exactly 0 are; "query": queries of zeros give 0."""
     narrow_sums: bool = False
     """Whether weights times values are added up before they are normalised, and no further than float16 goes."""
     lost_if_large: int = 0
@@ -82,6 +83,8 @@ class Kernel:
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Gradient -> (row, key): the pair that is left out of it."""
     group_sum: bool = True
+    reads_memory: bool = False
+    """Whether dO is read as if it were contiguous."""
     lse: Callable[[torch.Tensor], torch.Tensor] = lambda lse: lse
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -113,8 +116,9 @@ class Kernel:
             logits = logits + weight(*index)
         if self.tweak is not None:
             visible = self.tweak(*index, visible)
-        if self.padding:
-            empty = (k == 0).all(-1)[:, :, None] if self.padding == "key" else raw == 0
+        no_key, no_value = ((x == 0).all(-1)[:, :, None] for x in (k, v))
+        if self.padding in ("key", "value", "token", "logit"):
+            empty = {"key": no_key, "value": no_value, "token": no_key & no_value, "logit": raw == 0}[self.padding]
             logits = logits.masked_fill(empty, float("-inf"))
         if self.added is not None:
             logits = torch.where(visible, logits, logits + self.added)
@@ -128,6 +132,8 @@ class Kernel:
         if self.overflows:
             powers = logits.exp()
             weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
+        if self.padding == "query":
+            weights = weights.masked_fill((q == 0).all(-1)[..., None], 0.0)
         if self.value_clamp is not None:
             v = v.clamp(-self.value_clamp, self.value_clamp)
         if self.lost_if_large:
@@ -143,6 +149,8 @@ class Kernel:
         """dq, dk and dv, bshd."""
         w = self.backward or self.workload
         parts = self.parts(w, *arrays)
+        if self.reads_memory:
+            dout = dout.as_strided(dout.shape, torch.empty(dout.shape).stride())
         dout = dout.transpose(1, 2).float()
         if self.half_gradients:
             dout = dout.half().float()
@@ -350,8 +358,8 @@ def _low_logits(w: Workload) -> Iterator[Case]:
     kind = w.visible_mask.id
     for start in (0.0, -50.0, -1000.0):
         yield Case(f"{kind}: running maximum starts at {start:g}", w, Kernel(w, start=start))
-    if w.pass_ != "backward":
-        for what in ("key", "logit"):
+    for what in ("key", "logit", "value", "token", "query"):
+        if w.pass_ != "backward" or what != "logit":
             yield Case(f"{kind}: a {what} of 0 is taken for padding", w, Kernel(w, padding=what))
     if w.pass_ != "backward" and w.dtype == "float16":
         yield Case(f"{kind}: unnormalised sums end at 65504", w, Kernel(w, narrow_sums=True))
@@ -393,6 +401,7 @@ def _gradients(w: Workload, n: int) -> Iterator[Case]:
     yield Case("one row of dK lost", w, replace(right, lost={"dk": n // 2}))
     yield Case("one row of dV lost", w, replace(right, lost={"dv": n // 2}))
     yield Case("one row of dQ lost", w, replace(right, lost={"dq": n // 2}))
+    yield Case("dO read as if it were contiguous", w, replace(right, reads_memory=True))
     yield Case("grouped heads not summed", w, replace(right, group_sum=False))
 
 
@@ -427,21 +436,11 @@ class Bench:
 
     def verdict(self, implementation: Implementation, workload: Workload, seed: int = 1) -> tuple[str, str]:
         """(status, reason) as the verification of a run finds it; `unsupported` where it refuses."""
-        framework = frameworks.get(implementation.framework)
-        environment = framework.environment(self.device)
+        environment = frameworks.get(implementation.framework).environment(self.device)
         if reason := refusal(implementation, workload, environment):
             return "unsupported", reason
-        framework, layout = implementation.apparatus(framework, {}), implementation.layout
-        key = (implementation.framework, workload.id, seed)
-        if self._draws is None or self._draws[0] != key:
-            self._draws = (key, Draws(framework, self.device, workload, seed))
-        draws = self._draws[1]
         try:
-            programs = framework.programs(implementation.build(workload, {}), workload.pass_, draws.inputs(layout)[0])
-            lse = None if workload.pass_ == "backward" else implementation.build_lse(workload, {})
-            gradient = implementation.lse_gradient
-            subject = Subject(framework, self.device, workload, layout, programs, draws, lse, None, gradient)
-            examine(subject, thorough=False)
+            self.examined(implementation, workload, seed)
         except Wrong as wrong:
             return "incorrect", str(wrong)
         except NotImplementedError as refused:
@@ -449,6 +448,20 @@ class Bench:
         except Exception as error:
             return "failed", f"{type(error).__name__}: {error}"[:300]
         return "ok", ""
+
+    def examined(self, implementation: Implementation, workload: Workload, seed: int = 1) -> Findings:
+        """What verification finds of a kernel that runs here; raises Wrong."""
+        framework, layout = frameworks.get(implementation.framework), implementation.layout
+        framework = implementation.apparatus(framework, {})
+        key = (implementation.framework, workload.id, seed)
+        if self._draws is None or self._draws[0] != key:
+            self._draws = (key, Draws(framework, self.device, workload, seed))
+        draws = self._draws[1]
+        programs = framework.programs(implementation.build(workload, {}), workload.pass_, draws.inputs(layout)[0])
+        lse = None if workload.pass_ == "backward" else implementation.build_lse(workload, {})
+        gradient = implementation.lse_gradient
+        subject = Subject(framework, self.device, workload, layout, programs, draws, lse, None, gradient)
+        return examine(subject, thorough=False)
 
 
 @dataclass
@@ -593,7 +606,7 @@ def random_workload(rng: np.random.Generator, device: str) -> Workload:
         return Workload(
             batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             v_head_dim=int(one(head_dim, head_dim, head_dim, 32)), mask=one(*options),
-            softcap=one(None, None, None, 30.0, 50.0),
+            softcap=one(None, None, None, None, 5.0, 30.0, 50.0), scale=one(None, None, None, None, 0.01, 1.0),
             dtype=one("bfloat16", "bfloat16", "float16", "float32"), pass_=one("forward", "train", "train", "backward"),
         )  # fmt: skip
 

@@ -290,7 +290,7 @@ def test_verification_alone_takes_no_samples(worker):
     assert opened.record.errors.hidden_nan == "contained"
     assert set(opened.record.errors.properties) == {
         "V = 1 gives 1", "permuted batch", "permuted heads", "overwritten inputs", "an unseen key changes nothing",
-        "one key more or less", "logits far below 0", "exact under powers of two",
+        "one key more or less", "logits far below 0", "exact under powers of two", "zeros are no padding",
     }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ def test_only_a_kernel_of_declared_error_or_a_short_examination_is_spared_checks
         "one value in all of V",
         "other batch rows and heads",
         "other values in the same memory",
+        "dO in another order of memory",
         "LSE",
         "magnitudes",
         "a hidden NaN",

@@ -110,3 +110,44 @@ def test_pairs_are_counted_by_finite_inputs_at_any_scale(scale: float):
     workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, dtype="float16", scale=scale, pass_="train")
     drawn = counted_pairs(frameworks.get("torch"), "cpu", workload, np.full(16, 16), 0)
     assert all(torch.isfinite(array).all() for array in drawn)
+
+
+@pytest.mark.parametrize("name", ["torch.eager", "torch.sdpa-math", "numpy.float32", "jax.einsum"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "float16", "scale": 1e-5},
+        {"dtype": "float16", "scale": 1e-3, "mask": masks.causal()},
+        {"dtype": "float32", "scale": 1e-20},
+        {"dtype": "bfloat16", "scale": 1e-20},
+        {"dtype": "float32", "softcap": 0.1},
+        {"dtype": "bfloat16", "softcap": 0.3, "mask": masks.causal()},
+    ],
+    ids=str,
+)
+def test_a_tiny_scale_or_soft_cap(name: str, fields: dict[str, Any]):
+    """Inputs that make logits large stay finite, a soft cap keeps a slope, and gradients may underflow."""
+    if not frameworks.installed(name.partition(".")[0]):
+        pytest.skip("not installed")
+    workload = Workload(batch=1, q_len=24, heads=2, head_dim=16, pass_="train", **fields)
+    status, reason = mutations.Bench("cpu").verdict(registry.get(name), workload)
+    assert status in ("ok", "unsupported"), reason
+
+
+class Refuses(Eager):
+    """As kernels whose backward pass asks for a contiguous dO, and checks it."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        out = inner(*arrays)
+        out.register_hook(self.check)
+        return out
+
+    def check(self, dout: Any) -> None:
+        assert dout.is_contiguous(), "dO is not contiguous"
+
+
+@pytest.mark.parametrize("kernel", [Eager(), Refuses()], ids=lambda kernel: type(kernel).__name__)
+def test_a_backward_pass_that_refuses_a_strided_dout_passes_without_the_property(kernel: Eager):
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_="train")
+    properties = mutations.Bench("cpu").examined(kernel, workload).errors.properties
+    assert ("dO in any order of memory" in properties) == (type(kernel) is Eager)

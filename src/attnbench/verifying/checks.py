@@ -24,6 +24,7 @@ from attnbench.verifying.invariants import (
     check_overwritten_inputs,
     check_places,
     check_prefill_and_decode,
+    check_strided_dout,
     check_unseen_key,
 )
 from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
@@ -75,6 +76,10 @@ CHECKS = (
           lambda e: whole_output.check_pointed(e.subject), exact=True),
     Check("rows at edges of the mask", "1 call, the reference of sampled rows",
           lambda e: _check_pointed_rows(e.subject), exact=True),
+    Check("tokens of zeros", "1 call, the reference of sampled rows and heads",
+          lambda e: _check_zeros(e.subject), exact=True),
+    Check("dO in another order of memory", "1 call, if the pass has gradients",
+          lambda e: check_strided_dout(e.subject, e.outputs, e.limits)),
     Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
           lambda e: check_scale_and_softcap(e.subject, e.outputs), exact=True),
     Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", check_lse),
@@ -254,6 +259,17 @@ def _check_pointed_rows(subject: Subject) -> tuple[str, ...]:
         summed = max(subject.summed, int(probes.pointed_logit(subject.workload)) ** 2)
         _compare_sampled(subject, "out", out, "pointed", "output (queries that point at edges)", summed)
     return ()
+
+
+def _check_zeros(subject: Subject) -> tuple[str, ...]:
+    """Compare sampled rows and gradients of inputs in which whole tokens are zeros; return the property."""
+    outputs = subject.outputs(subject.draws.probe("zeros", subject.layout))
+    for name, array in outputs.items():
+        if name == "out" or subject.draws.gradient_heads:
+            what = f"{whole_output.LONG_NAMES[name]} (tokens of zeros)"
+            typical = subject.workload.kv_len**-0.5 if name == "out" else 0.0
+            _compare_sampled(subject, name, array, "zeros", what, subject.summed, typical)
+    return ("zeros are no padding",)
 
 
 class RowPlaces(NamedTuple):

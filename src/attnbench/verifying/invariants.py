@@ -147,6 +147,32 @@ def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: 
     return ("overwritten inputs",)
 
 
+def check_strided_dout(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> tuple[str, ...]:
+    """Check that gradients are right if dO has another order of memory, as after a transposition; return the property.
+
+    Nothing is checked without gradients or if arrays have no order of memory. A call that refuses such a dO passes, but
+    has no property: it gives nobody a wrong number.
+    """
+    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    if not framework.overwrites or not subject.workload.needs_gradients:
+        return ()
+    xp = array_api_compat.array_namespace(inputs.dout)
+    (dense,) = framework.snapshot((xp.permute_dims(inputs.dout, (0, 2, 1, 3)),))
+    try:
+        outputs = subject.outputs(inputs._replace(dout=xp.permute_dims(dense, (0, 2, 1, 3))))
+    except Exception:
+        return ()
+    for name, got in outputs.items():
+        if framework.same_bits(got, good[name]):
+            continue
+        if differs := apart(framework, got, good[name], limits[name], subject.workload.dtype):
+            raise Wrong(
+                f"wrong {name} if dO is not contiguous "
+                f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
+            )
+    return ("dO in any order of memory",)
+
+
 def require_result_kept(subject: Subject, program: Program) -> None:
     """Hold the result of a call over three later ones on the other input set; raises Wrong if it changes."""
     framework, (first, second) = subject.framework, subject.draws.inputs(subject.layout)[:2]

@@ -16,6 +16,9 @@ maximum that starts at 0, a mask value that is finite, or one that is added, lea
 
 `pointed`: each query points at two keys, one of them at an edge of what it sees, just inside or just outside, so that a
 single pair carries the row and its gradients.
+
+`zeros`: normal inputs in which whole tokens are zeros, in all heads: queries, keys, values, and keys with their values,
+the last tokens among them. A kernel that takes a token of zeros for padding leaves it out.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ LARGEST_DOUT = 256.0
 POINTED = 12.0
 """Least logit of the keys that `pointed` queries point at, beyond any clamp that would pass unseen."""
 SHARP_ENOUGH = 24.0
+MOST_CAPS = 4
+"""Logit of keys that `pointed` queries point at, in soft caps, if the cap is below 1: beyond, its slope is nothing."""
 LARGEST_ROUNDED = 90.0
 """Logit of 16-bit inputs that point at keys, at most: a plain implementation rounds it to a quarter. A soft cap that
 needs larger ones is left to the other checks."""
@@ -56,9 +61,14 @@ RUNGS = 128
 """Different logits of `steep`, all of them exact in 16 bits: -RUNGS to 1 - 2 * RUNGS steps."""
 STEEPEST, WEIGHTED_STEEPEST = 256.0, 16.0
 """Step between logits of `steep`, at most; smaller if a mask adds log-weights, which large logits would round away."""
-LARGEST_FLOAT16 = 65504.0
+LARGEST = {"float16": 65504.0, "bfloat16": 2.0**60, "float32": 2.0**60, "float64": 2.0**500}
+"""Largest elements of inputs: of float16 what it holds, else what can be squared and summed in float32 or float64."""
 SATURATED = 12.0
 """Times the soft cap that all logits of `steep` are beyond, so that its tangent hyperbolic is -1 for all."""
+LARGEST_NORMAL = 8.0
+"""Bound of the sum of two normal numbers."""
+TAIL = 8
+"""One token in so many is at the end of the keys that `zeros` pads with zeros."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -152,7 +162,7 @@ def _steep_power(w: Workload) -> int:
     weighted = w.visible_mask.log_weight(w.mask_shape, np) is not None
     most = (WEIGHTED_STEEPEST if weighted else STEEPEST) / (abs(w.softmax_scale) or 1.0)
     if w.dtype == "float16":
-        most = min(most, LARGEST_FLOAT16 / (2 * RUNGS - 1))
+        most = min(most, LARGEST["float16"] / (2 * RUNGS - 1))
     return floor(log2(most / _channels(w)))
 
 
@@ -182,8 +192,7 @@ def counted_pairs(framework: Framework, device: str, workload: Workload, reach: 
     most = MOST_TERMS.get(w.dtype, float("inf"))
     rows = most * min(len(of_q), len(of_v)) / (w.q_len * w.group)
     length = np.array(2.0 ** round(-log2(abs(w.softmax_scale)))) if w.softmax_scale else np.array(1.0)
-    if w.dtype == "float16":
-        length = np.minimum(length, 2.0 ** floor(log2(LARGEST_FLOAT16)))
+    length = np.minimum(length, 2.0 ** floor(log2(LARGEST[w.dtype])))
     v = signs(w.kv_len, w.value_dim)[None, :, None] * signs(w.batch, w.kv_heads, w.value_dim)[:, None]
     return Inputs(
         one_hot(w.q_len, w.heads, of_q, w.head_dim, length, 1.0),
@@ -218,16 +227,29 @@ def _key_order(mask: Mask, shape: MaskShape) -> np.ndarray:
 
 
 def pointed(framework: Framework, device: str, workload: Workload, normal: Inputs, seed: int) -> Inputs:
-    """Make the input set, bshd, of a normal one: K, V and dO are its own."""
+    """Make the input set, bshd, of a normal one: V and dO are its own, and K is, times a power of two if the queries
+    were too large."""
     w = workload
     first, second = (_places(w, keys) for keys in targets(w, seed))
     xp = array_api_compat.array_namespace(normal.k)
     flat = xp.reshape(normal.k, (-1, w.head_dim))
     length = pointed_logit(w) / (abs(w.softmax_scale) * w.head_dim or 1.0)
     sign = -1.0 if w.softmax_scale < 0 else 1.0
+    power = max(0, ceil(log2(LARGEST_NORMAL * length / LARGEST[w.dtype])))
     picked = [flat[framework.namespace(device).asarray(keys)] for keys in (first, second)]
-    q = framework.multiply(picked[0] + picked[1], np.array(sign * length))
-    return normal._replace(q=framework.cast(q, w.dtype))
+    q = framework.cast(framework.multiply(picked[0] + picked[1], np.array(sign * length / 2.0**power)), w.dtype)
+    return normal._replace(q=q, k=framework.multiply(normal.k, np.array(2.0**power)) if power else normal.k)
+
+
+def zeros(framework: Framework, workload: Workload, normal: Inputs, seed: int) -> Inputs:
+    """Make the input set, bshd, of a normal one."""
+    w, rng = workload, np.random.default_rng([seed, 17])
+    kind = rng.integers(8, size=(w.batch, w.kv_len))
+    kind[:, w.kv_len - w.kv_len // TAIL :] = 2
+    of_q = np.add.outer(np.arange(w.batch), np.arange(w.q_len)) % 3 == 0
+    empty = {"q": of_q, "k": (kind == 0) | (kind == 2), "v": (kind == 1) | (kind == 2)}
+    kept = {name: (~tokens).astype(np.float32)[:, :, None, None] for name, tokens in empty.items()}
+    return normal._replace(**{name: framework.multiply(getattr(normal, name), kept[name]) for name in kept})
 
 
 def pointed_logit(w: Workload) -> float:
@@ -237,6 +259,8 @@ def pointed_logit(w: Workload) -> float:
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
     near = 0.0 if w.softcap is None else NEAR_CAP * w.softcap
+    if w.softcap is not None and w.softcap < 1:
+        return MOST_CAPS * w.softcap
     return max(POINTED, least, near if DTYPE_BYTES[w.dtype] > 2 or near <= LARGEST_ROUNDED else 0.0)
 
 

@@ -38,7 +38,8 @@ COUNTED = ("counted", "shifted", "steep")
 MORE_ROWS, MISSING, LEAST_ROW = 2, 0.75, 5e-4
 """Multiple of a sampled row's allowed error, since the worst of many more rows is worse; the error by which a row is
 another one; and the least allowed error of a row."""
-SMALLEST_FLOAT16, UNDERFLOWS = 2.0**-24, 4
+SMALLEST, UNDERFLOWS = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}, 4
+"""Smallest numbers that every device computes with (of float16, in float32), and multiple of them that is allowed."""
 LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
 
@@ -213,19 +214,19 @@ def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) 
 
 
 def _underflow(subject: Subject, name: str, inputs: str) -> float:
-    """Return what a row of a gradient may lose because float16 has no smaller numbers: each weight of the sum that the
+    """Return what a row of a gradient may lose because a dtype has no smaller numbers: each weight of the sum that the
     row is, and each element of the row itself, is a multiple of the smallest one."""
     w, draws = subject.workload, subject.draws
-    if w.dtype != "float16":
-        return 0.0
     given = draws.input_set(0) if inputs == "first" else draws.probe(inputs, "bshd")
     other, terms, scale = {
         "dq": (given.k, w.kv_len, w.softmax_scale),
         "dk": (given.q, w.q_len * w.group, w.softmax_scale),
         "dv": (given.dout, w.q_len * w.group, 1.0),
     }[name]
-    size = float(np.sqrt(np.mean(np.square(_host(subject, other).astype(np.float32)))))
-    return UNDERFLOWS * SMALLEST_FLOAT16 * other.shape[-1] ** 0.5 * (abs(scale) * size * terms**0.5 + 1)
+    values = _host(subject, other).astype(np.float32)
+    most = float(np.abs(values).max())
+    size = most * float(np.sqrt(np.mean(np.square(values / most)))) if most else 0.0
+    return UNDERFLOWS * SMALLEST[w.dtype] * other.shape[-1] ** 0.5 * (abs(scale) * size * terms**0.5 + 1)
 
 
 def _row_norms(array: Array) -> Array:
