@@ -22,6 +22,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from tempfile import TemporaryFile
 
+from attnbench.comparing.forkserver import CHECKS_IMPORT
 from attnbench.measuring import anchors
 from attnbench.run import remote
 from attnbench.run.remote import Remote
@@ -198,4 +199,6 @@ if __name__ == "__main__":
     importlib.import_module("attnbench.run.worker")
     anchors.COPY_BYTES["cpu"], anchors.MATMUL_SIZE["cpu"] = 1 << 22, 256  # an eighth of what a user has
     importlib.import_module(sys.argv[2])
+    for module in (CHECKS_IMPORT, "scipy.special"):  # which checks import when they first need them
+        importlib.import_module(module)
     _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

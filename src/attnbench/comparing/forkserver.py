@@ -31,6 +31,8 @@ from attnbench.run.integrity import ProcessState
 from attnbench.run.worker import load_from_ref, load_user_function, serve
 
 LARGEST_PADDING = 1 << 20
+CHECKS_IMPORT = "array_api_compat.numpy"
+"""A module that every verification imports, with a hundred others and no thread; each worker would do so again."""
 
 
 class Fork(Struct, tag="fork"):
@@ -92,6 +94,7 @@ class Forkserver:
             if not frameworks.installed(self._framework):
                 return p.Refused(f"{self._framework} is not installed: pip install 'attnbench[{self._framework}]'")
             importlib.import_module(self._framework)
+            importlib.import_module(CHECKS_IMPORT)
             self._state = ProcessState(frameworks.get(self._framework))
             return self._loaded(lambda: load_from_ref(request))
         if isinstance(request, p.Load):
