@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import pytest
 from cli_process import alive, wait_for
 
 from attnbench import processes
+from attnbench.comparing import compare as comparing
 from attnbench.comparing import experiment as module
 from attnbench.comparing.compare import compare
 from attnbench.comparing.experiment import Experiment, Terms
@@ -29,6 +31,8 @@ from attnbench.spec import Workload
 
 FUNCTIONS = str(Path(__file__).with_name("compared_functions.py"))
 SMALL = Workload(batch=1, q_len=64, heads=2, head_dim=16)
+ONE_LAUNCH = {"budget_s": 0.01}
+"""For tests in which it does not matter what the clock says: a comparison ends with its first launch."""
 
 
 def named(function):
@@ -116,7 +120,7 @@ def test_a_module_that_computes_while_it_loads_does_not_hang(tmp_path):
         "def attend(q, k, v):\n    q, k, v = (x.transpose(1, 2) for x in (q, k, v))\n"
         "    return sdpa(q, k, v).transpose(1, 2)\n"
     )
-    found = compare(f"{tmp_path}/eager.py:attend", "torch.sdpa", SMALL, device="cpu", budget_s=12)
+    found = compare(f"{tmp_path}/eager.py:attend", "torch.sdpa", SMALL, device="cpu", **ONE_LAUNCH)
     assert found.record_a.status == found.record_b.status == "ok", found.reason
 
 
@@ -160,7 +164,8 @@ def test_a_file_without_that_function_is_a_usage_error():
         compared("plain", "nobody")
 
 
-def test_functions_travel_and_those_that_cannot_are_compared_here():
+def test_functions_travel_and_those_that_cannot_are_compared_here(monkeypatch):
+    monkeypatch.setattr(comparing, "Terms", partial(Terms, launch_s=0.05))
     scale = 16**-0.5
 
     def quick(q, k, v):
@@ -209,7 +214,7 @@ def test_blocks_are_long_enough_for_the_clock_and_short_enough_to_be_neighbours(
 @pytest.mark.torch
 @pytest.mark.jax
 def test_frameworks_can_be_compared_with_each_other():
-    found = compare("torch.sdpa", "jax.einsum", SMALL, device="cpu", budget_s=25, threads=1)
+    found = compare("torch.sdpa", "jax.einsum", SMALL, device="cpu", threads=1, **ONE_LAUNCH)
     assert found.verdict is not None
     assert found.ratio > 0
     assert found.record_a.environment.framework == "torch"
@@ -220,6 +225,7 @@ def test_workers_on_an_accelerator_live_as_long_as_the_comparison(monkeypatch):
     started, start = [], ForkedSide.start_worker
     monkeypatch.setattr(ForkedSide, "start_worker", lambda self, seed: started.append(seed) or start(self, seed))
     monkeypatch.setattr(module.SideWorker, "on_device", property(lambda self: True))
+    monkeypatch.setattr(module, "BLOCK_GPU_NS", module.BLOCK_NS)
     found = compared("plain", "thrice")
     assert found.verdict == "slower"
     assert len(found.launches) in LOOKS
