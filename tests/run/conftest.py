@@ -46,6 +46,10 @@ class Seen(Listener):
     def records(self) -> list[Record]:
         return [r for batch in self.batches for r in batch if not r.implementation.startswith("anchor.")]
 
+    def of(self, workload: Workload) -> Seen:
+        """The part of a run that concerns one workload."""
+        return Seen([batch for batch in self.batches if batch[0].workload == workload])
+
     @property
     def by_name(self) -> dict[str, Record]:
         return {record.implementation: record for record in self.records}
