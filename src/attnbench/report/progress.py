@@ -36,10 +36,14 @@ class Count:
         self.checked: set[str] = set()
         self.good: set[str] = set()
         self.finished: dict[str, bool] = {}
+        self._of_workload: dict[str, list[str]] = {}
+        """The ids of the cells to run, by workload."""
 
     def plan(self, cells: Sequence[Planned]) -> None:
         """Add cells to run; cells with a reason will not run."""
-        self.runnable |= {one.cell.id: one.cell for one in cells if one.reason is None}
+        for cell in (one.cell for one in cells if one.reason is None):
+            self.runnable[cell.id] = cell
+            self._of_workload.setdefault(cell.workload.id, []).append(cell.id)
         self.skipped += sum(one.reason is not None for one in cells)
 
     def check(self, cell: Cell, ok: bool) -> None:
@@ -62,7 +66,7 @@ class Count:
 
     def workload_is_over(self, workload_id: str) -> bool:
         """Return whether all cells of a workload have a record."""
-        return all(i in self.finished for i, cell in self.runnable.items() if cell.workload.id == workload_id)
+        return all(cell_id in self.finished for cell_id in self._of_workload.get(workload_id, ()))
 
 
 class Silent(Listener):
