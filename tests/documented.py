@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from git_repository import Repository
 
 from attnbench import registry
 from attnbench.cli import execute
+from attnbench.report.html import images
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -91,6 +93,8 @@ class Lab:
         monkeypatch.setattr(
             "attnbench.comparing.gate.gate_refs", lambda *given: gate_factory.report(gate_factory.case())
         )
+        pictures = images._pictures
+        monkeypatch.setattr(images, "_pictures", lambda part: islice(pictures(part), 2))  # a published run has dozens
         assert execute(["run", "--seq-len", "64", "--quiet"]) == 0
         (self.run,) = folder.glob("runs/*/*.jsonl")
         Path("baselines").mkdir()
