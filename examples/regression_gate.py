@@ -37,13 +37,13 @@ def main(quick: bool) -> None:
         folder = Path(name)
         git(folder, "init", "--quiet")
         (folder / "attnbench.toml").write_text(SETTINGS)
-        (folder / "suite.toml").write_text(SUITE.replace("LENGTH", "256" if quick else "1024"))
+        (folder / "suite.toml").write_text(SUITE.replace("LENGTH", "64" if quick else "1024"))
         for message, times in {"attention": "1", "attend twice, to be sure": "2"}.items():
             (folder / "kernel.py").write_text(KERNEL.replace("TIMES", times))
             git(folder, "add", "--all")
             git(folder, "commit", "--quiet", "--message", message)
         words = ["gate", "--baseline", "HEAD~1", "--current", "HEAD", "--suite", "suite.toml", "--json"]
-        words += ["--budget", "10" if quick else "60"]
+        words += ["--budget", "6" if quick else "60"]
         done = subprocess.run([sys.executable, "-m", "attnbench", *words], cwd=folder, stdout=subprocess.PIPE)
     report = json.loads(done.stdout)
     for control in report["controls"]:
