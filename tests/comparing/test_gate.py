@@ -21,7 +21,7 @@ from attnbench.comparing.gate import GateOrder, gate_refs
 from attnbench.comparing.gate_text import verdict
 from attnbench.comparing.refs import BuildFailed
 from attnbench.comparing.stored import gate_stored
-from attnbench.comparison import EXIT_CODES, Control
+from attnbench.comparison import EXIT_CODES, LOOKS, Control
 from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.results.run_file import RunWriter, new_header, read_run
@@ -84,8 +84,16 @@ def pretend_controls(monkeypatch):
 
 
 @pytest.fixture
-def real_controls():
-    """For tests whose gates really run their controls; the others save the time."""
+def real_controls(monkeypatch):
+    """For tests whose gates really run their controls; the others save the time. Equals are looked at once: on a busy
+    machine they would go on until the last look."""
+    compare = gating._Gate._compare
+
+    def with_one_look_at_equals(self, first, second, terms, title):
+        terms = msgspec.structs.replace(terms, looks=LOOKS[:1]) if title == "control A/A" else terms
+        return compare(self, first, second, terms, title)
+
+    monkeypatch.setattr(gating._Gate, "_compare", with_one_look_at_equals)
 
 
 def run(repository, baseline="HEAD~1", current="HEAD", name="fast:attend", watch=None, **fields):
