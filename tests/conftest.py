@@ -11,6 +11,10 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
+time. NumPy reads it when it is imported. Tests of how workers run are without it: run/conftest.py."""
+
 import numpy as np
 import pytest
 import standing_workers
@@ -25,9 +29,6 @@ os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
-time. Tests of how workers run are without it: run/conftest.py."""
 os.environ.setdefault("ATTNBENCH_THREADS", "1")
 """Likewise for the workers of commands that tests start. Tests of threads say how many."""
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
