@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ import standing_workers
 
 from attnbench import registry
 from attnbench.comparing import compare
+from attnbench.frameworks.jax import framework as jax_framework
 from attnbench.run import launch, workload
 from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
@@ -66,6 +68,8 @@ if sys.platform == "linux":
 # For the whole run too: how many threads a run takes must not depend on what else the machine does.
 launch.threads_left = compare.threads_left = lambda device: (None, "")
 workload.busy_cores = lambda: 0.0
+# And what verification in this process compiles with JAX is kept as other programs are: a run compiles it each time.
+_compiling_anew, jax_framework._no_persistent_cache = jax_framework._no_persistent_cache, nullcontext
 LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
@@ -120,6 +124,12 @@ def _nothing_compiled_before():
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch):
+    """Programs that are timed are compiled as a run does it, not read from the disk."""
+    monkeypatch.setattr(jax_framework, "_no_persistent_cache", _compiling_anew)
 
 
 @pytest.fixture
