@@ -164,8 +164,8 @@ def test_an_unknown_option_is_an_error():
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each of three ranks found, started by torchrun."""
-    return told_by_ranks("ring_ranks.py", WORLD, tmp_path_factory.mktemp("ranks"))
+    """What each of three ranks found, started as torchrun does it."""
+    return told_by_ranks("ring_ranks", WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("what", ["ring", "block sparse", "detached", "multihead", "dense", "subgroup"])
@@ -220,7 +220,7 @@ def test_ranks_that_disagree_are_told_on_what(told, what, name):
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def told_of_lengths(request, tmp_path_factory):
-    return told_by_ranks("ring_length_ranks.py", request.param, tmp_path_factory.mktemp("ranks"))
+    return told_by_ranks("ring_length_ranks", request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("what", ["dilated", "detached", "block sparse", "dense"])
