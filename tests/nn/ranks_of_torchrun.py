@@ -1,6 +1,6 @@
-"""A script of this folder on several gloo ranks that torchrun's agent starts, and what each of them wrote.
+"""Scripts of this folder on several gloo ranks that torchrun's agent starts, and what each of them wrote.
 
-The ranks are forks of the agent, which has imported torch and the script: doing so takes longer than what a rank does.
+The ranks are forks of the agent, which has imported torch and the scripts: doing so takes longer than what a rank does.
 """
 
 from __future__ import annotations
@@ -10,23 +10,31 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 
-def told_by_ranks(script: str, world: int, folder: Path) -> list:
-    """Each rank calls `main(folder)` of the script, which writes RANK.json there."""
+def told_by_ranks(launches: Sequence[tuple[str, int]], folder: Path) -> dict[tuple[str, int], list]:
+    """What each rank of each (script, number of ranks) wrote: it calls `main(folder)` of the script, which writes
+    RANK.json there. One process starts all launches, one after the other."""
+    folders = {launch: folder / f"{n}" for n, launch in enumerate(launches)}
+    for one in folders.values():
+        one.mkdir()
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, __file__, script, str(world), folder],
+        [sys.executable, __file__, json.dumps([[*launch, str(one)] for launch, one in folders.items()])],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return {
+        launch: [json.loads((one / f"{rank}.json").read_text()) for rank in range(launch[1])]
+        for launch, one in folders.items()
+    }
 
 
 def start(script: str, world: int, folder: Path) -> None:
@@ -47,4 +55,5 @@ def start(script: str, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    start(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    for script, world, folder in json.loads(sys.argv[1]):
+        start(script, world, Path(folder))
