@@ -432,12 +432,15 @@ class Bench:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self._environments: dict[str, Environment] = {}
         self._draws: tuple[tuple[str, str, int], Draws] | None = None
 
     def verdict(self, implementation: Implementation, workload: Workload, seed: int = 1) -> tuple[str, str]:
         """(status, reason) as the verification of a run finds it; `unsupported` where it refuses."""
-        environment = frameworks.get(implementation.framework).environment(self.device)
-        if reason := refusal(implementation, workload, environment):
+        name = implementation.framework
+        if name not in self._environments:
+            self._environments[name] = frameworks.get(name).environment(self.device)
+        if reason := refusal(implementation, workload, self._environments[name]):
             return "unsupported", reason
         try:
             self.examined(implementation, workload, seed)

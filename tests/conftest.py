@@ -7,9 +7,14 @@ import importlib.util
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
+time. NumPy reads it when it is imported. Tests of how workers run are without it: run/conftest.py."""
 
 import numpy as np
 import pytest
@@ -17,6 +22,7 @@ import standing_workers
 
 from attnbench import registry
 from attnbench.comparing import compare
+from attnbench.frameworks.jax import framework as jax_framework
 from attnbench.run import launch, workload
 from attnbench.run.machine import isa_cap
 from attnbench.run.remote import Remote
@@ -25,9 +31,6 @@ os.environ.update(isa_cap())  # before torch is first imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Arrays are tiny here, and threads of tests side by side wait for each other's cores: one each takes a third of the
-time. Tests of how workers run are without it: run/conftest.py."""
 os.environ.setdefault("ATTNBENCH_THREADS", "1")
 """Likewise for the workers of commands that tests start. Tests of threads say how many."""
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
@@ -65,6 +68,8 @@ if sys.platform == "linux":
 # For the whole run too: how many threads a run takes must not depend on what else the machine does.
 launch.threads_left = compare.threads_left = lambda device: (None, "")
 workload.busy_cores = lambda: 0.0
+# And what verification in this process compiles with JAX is kept as other programs are: a run compiles it each time.
+_compiling_anew, jax_framework._no_persistent_cache = jax_framework._no_persistent_cache, nullcontext
 LONG_FILES = ("models", "impls", "dispatch", "nn", "run", "report")
 OPTIMIZE_LITTLE = "jax_disable_most_optimizations"
 
@@ -119,6 +124,12 @@ def _nothing_compiled_before():
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch):
+    """Programs that are timed are compiled as a run does it, not read from the disk."""
+    monkeypatch.setattr(jax_framework, "_no_persistent_cache", _compiling_anew)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from attnbench.frameworks.jax.plain import plain_call
 from attnbench.spec import Workload
 
 jax = pytest.importorskip("jax")
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("compiled_anew")]
 jnp = jax.numpy
 SHAPE = {"batch": 1, "q_len": 8, "heads": 2, "head_dim": 4}
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_ring.py: `torchrun --nproc-per-node N ring_length_ranks.py OUTPUT`.
+"""What each rank does in test_ring.py, as ranks_of_torchrun.py starts it.
 
 Every rank draws the same whole arrays, takes its tokens, and compares its rows with the dense oracle's and with those
 of the module on one device.
@@ -7,9 +7,7 @@ of the module on one device.
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,7 +138,7 @@ def answer(call):
     return "accepted"
 
 
-def main():
+def main(folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {"unlike": unlike_lengths(), "disagreements": disagreements()}
@@ -151,9 +149,6 @@ def main():
             "block sparse": [block_sparse(layout, causal) for causal in (False, True)],
             "dense": [dense(layout, causal) for causal in (False, True)],
         }
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-main()

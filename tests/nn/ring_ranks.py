@@ -1,4 +1,4 @@
-"""What each rank does in test_ring.py, under torchrun: `torchrun --nproc-per-node N ring_ranks.py OUTPUT`.
+"""What each rank does in test_ring.py, as ranks_of_torchrun.py starts it.
 
 Every rank draws the same whole arrays, takes its tokens, and compares its rows with the dense oracle's.
 """
@@ -6,9 +6,7 @@ Every rank draws the same whole arrays, takes its tokens, and compares its rows 
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -205,7 +203,7 @@ def in_a_subgroup():
     return apart(got, shard(want, process_group=group))
 
 
-def main():
+def main(folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {
@@ -227,9 +225,6 @@ def main():
         "wrong": wrong_shard(),
         "refused": refused(),
     }  # fmt: skip
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-main()

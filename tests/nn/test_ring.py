@@ -163,9 +163,16 @@ def test_an_unknown_option_is_an_error():
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What each of three ranks found, started by torchrun."""
-    return told_by_ranks("ring_ranks.py", WORLD, tmp_path_factory.mktemp("ranks"))
+def told_by_all(tmp_path_factory):
+    """What the ranks of every script found, started as torchrun does it."""
+    launches = [("ring_ranks", WORLD), *(("ring_length_ranks", world) for world in (1, 2, 3))]
+    return told_by_ranks(launches, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def told(told_by_all):
+    """What each of three ranks found."""
+    return told_by_all["ring_ranks", WORLD]
 
 
 @pytest.mark.parametrize("what", ["ring", "block sparse", "detached", "multihead", "dense", "subgroup"])
@@ -219,8 +226,8 @@ def test_ranks_that_disagree_are_told_on_what(told, what, name):
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def told_of_lengths(request, tmp_path_factory):
-    return told_by_ranks("ring_length_ranks.py", request.param, tmp_path_factory.mktemp("ranks"))
+def told_of_lengths(request, told_by_all):
+    return told_by_all["ring_length_ranks", request.param]
 
 
 @pytest.mark.parametrize("what", ["dilated", "detached", "block sparse", "dense"])
