@@ -229,6 +229,9 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     cpu: str = ""
+    processor: str = ""
+    """Kind of the processor, whatever a virtual machine names it: vendor, family, model and vector instructions; older
+    records lack it."""
     cores: int = 0
     threads: int = 0
     python: str = ""

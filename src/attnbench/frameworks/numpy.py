@@ -33,6 +33,13 @@ BLAS_COUNTERS = (
     "openblas_get_num_threads",
     "MKL_Get_Max_Threads",
 )
+CPU_FACTS = (
+    ("vendor_id", "cpu family", "model", "flags"),
+    ("CPU implementer", "CPU architecture", "CPU part", "Features"),
+)
+"""Names in /proc/cpuinfo of vendor, family, model and instructions, on x86 and on Arm."""
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve", "sve2")
+"""Instructions for which libraries have kernels of their own."""
 THREADS = "remove that call and pass --threads, which applies to every implementation that is measured"
 
 
@@ -47,11 +54,36 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def processor_kind(text: str) -> str:
+    """Return vendor, family, model and vector instructions of the first processor in the text of /proc/cpuinfo.
+
+    Empty if it names no family (x86) and no part (Arm); the stepping is left out.
+    """
+    lines = (line.partition(":") for line in text.strip().partition("\n\n")[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    for vendor, family, model, flags in CPU_FACTS:
+        if vendor in facts and model in facts:
+            numbers = f"{facts[family]}-{facts[model]}" if family in facts else facts[model]
+            found = facts.get(flags, "").split()
+            return " ".join([facts[vendor], numbers, *(name for name in VECTORS if name in found)])
+    return ""
+
+
+@cache
+def _processor() -> str:
+    """Return the kind of this machine's processor, from the platform's words where there is no /proc/cpuinfo."""
+    try:
+        return processor_kind(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return re.sub(r" Stepping \d+", "", platform.processor() or platform.machine())
+
+
 def cpu_facts() -> dict[str, Any]:
     """Return the fields of Environment that every framework on a CPU fills alike."""
     memory = host_memory()
     return {
         "cpu": cpu_name(),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",

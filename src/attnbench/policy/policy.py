@@ -88,6 +88,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     """Constraints under which it was chosen; empty in a file, whose place holds them."""
     named: tuple[str, ...] = ()
     """Implementations that the maker of the policy asked for by name; empty in a file, whose place holds them."""
+    caveat: str = ""
+    """Facts of the place that are not known, such as the kind of its processor; empty in a file."""
 
     def __post_init__(self) -> None:
         if not self.implementation:
@@ -117,7 +119,8 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
         lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret unknown off the grid"
         kept = f", chosen within: {self.within}" if self.within else ""
-        return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}"
+        unsure = f", {self.caveat}" if self.caveat else ""
+        return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}{unsure}"
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -167,6 +170,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     capability: tuple[int, int] | None = None
     threads: int = 0
     """Threads of a CPU; 0 on other devices."""
+    processor: str = ""
+    """Kind of a CPU, beside its name; empty on other devices, and if it was not recorded."""
     software: dict[str, str] = {}
     """Package -> version, for packages that compute attention."""
     driver: str = ""
@@ -190,7 +195,9 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         """Identity of the place: two places with the same key may share their entries."""
         software = tuple(sorted(self.software.items()))
         within = (self.within,) if self.within else ()
-        return (self.device, self.device_name, self.framework, self.capability or (), self.threads, software, *within)
+        kind = (self.processor,) if self.processor else ()
+        where = (self.device, self.device_name, self.framework, self.capability or (), self.threads)
+        return (*where, software, *kind, *within)
 
     def agrees(self, other: Place) -> bool:
         """Return whether two places have one key, apart from packages that only one of them has."""
@@ -218,6 +225,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         if (self.device, self.device_name) != (environment.device, environment.device_name):
             here = f"{environment.device_name} ({environment.device})"
             return f"measured on {self.device_name} ({self.device}), this is {here}"
+        if self.processor and environment.processor and self.processor != environment.processor:
+            return f"measured on {self.device_name} of kind {self.processor}, this is {environment.processor}"
         if self.threads and self.threads != environment.threads:
             return f"measured with {self.threads} threads, this process has {environment.threads}"
         changed = [
@@ -225,6 +234,12 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             for name in other_versions(self.software, environment.packages)
         ]
         return f"measured with {', '.join(changed)}" if changed else None
+
+    def caveat(self, environment: Environment) -> str:
+        """Return what is not known of the place where it might differ from an environment; empty if all is known."""
+        if self.device != "cpu" or self.processor or not environment.processor:
+            return ""
+        return f"on a processor named {self.device_name} whose kind was not recorded"
 
     def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
         """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one."""
@@ -272,7 +287,7 @@ class Policy(
         if found is None or found[0] > REACH:
             return None
         octaves, entry, place = found
-        use, off_grid = structs.replace(entry.use, named=()), place.held_out
+        use, off_grid = structs.replace(entry.use, named=(), caveat=place.caveat(environment)), place.held_out
         if place.within:
             use = structs.replace(use, within=str(place.within), named=place.within.only)
         if octaves == 0:
@@ -330,9 +345,11 @@ class Policy(
     ) -> tuple[float, Entry, Place] | None:
         environment = structs.replace(environment, framework=framework)
         shape = shape_of(workload)
-        # Of two places that hold here, the one that shares more packages is preferred, then the newer.
+        # Of two places that hold here, the one that says which processor is preferred, then that which shares more
+        # packages, then the newer.
         places = [place for place in self.places if place.stale(environment) is None]
-        places.sort(key=lambda place: (len(place.software.keys() & environment.packages.keys()), place.made))
+        shared = environment.packages.keys()
+        places.sort(key=lambda place: (place.processor != "", len(place.software.keys() & shared), place.made))
         found = [(*one, place) for place in reversed(places) if (one := place.nearest(shape)) is not None]
         return min(found, key=lambda one: one[0], default=None)
 
@@ -346,6 +363,7 @@ def place_of(environment: Environment) -> Place:
         framework=environment.framework,
         capability=environment.capability,
         threads=environment.threads if environment.device == "cpu" else 0,
+        processor=environment.processor if environment.device == "cpu" else "",
         software={name: version for name, version in sorted(environment.packages.items()) if name not in skipped},
         driver=environment.driver,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from attnbench.masks import AnyMask, MaskShape
-from attnbench.masks.base import pairs
+from attnbench.masks.base import Mask, pairs
 from attnbench.masks.combine import Part
 from attnbench.spec import DTYPE_BYTES, Pass, Workload
 
@@ -25,9 +25,16 @@ VISIBLE_WEIGHT = 0.5
 FEW_BLOCKS = 8
 """Most blocks of queries that see the same keys for which a mask is like as many calls without a mask."""
 MANY_BLOCKS = "block_causal (many blocks)"
-KINDS = {MANY_BLOCKS, *(part.__struct_config__.tag for part in get_args(Part))}
+TOP_LEFT = "{} (top-left)"
+"""Kind of a part that is aligned to the top left: where the lengths differ it shows other pairs, and other kernels run
+it."""
+KINDS = {
+    MANY_BLOCKS,
+    *(str(part.__struct_config__.tag) for part in get_args(Part)),
+    *(TOP_LEFT.format(part.__struct_config__.tag) for part in get_args(Part) if "align" in part.__struct_fields__),
+}
 """Names that a part of a mask may have."""
-KNOWN_BY_LENGTHS = ("full", "causal")
+KNOWN_BY_LENGTHS = ("full", "causal", TOP_LEFT.format("causal"))
 """Kinds of mask whose visible share follows from the lengths."""
 
 
@@ -37,7 +44,8 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     pass_: Pass = field(name="pass")
     dtype: str
     mask: str
-    """Kinds of the mask's parts, such as causal or causal&lengths; their sizes count by `visible` alone."""
+    """Kinds of the mask's parts, such as causal or causal&lengths; their sizes count by `visible` alone. Where the
+    lengths differ a part without "(top-left)" is aligned to the bottom right."""
     head_dim: int
     v_head_dim: int = 0
     """Dimension of the values; 0 if it is head_dim."""
@@ -88,7 +96,7 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         dims = f"{self.head_dim}/{self.v_head_dim}" if self.v_head_dim else f"{self.head_dim}"
-        mask = f"{self.mask} ({self.visible:.2g} visible)" if self.visible else self.mask
+        mask = self.mask if self.visible is None else f"{self.mask} ({self.visible:.2g} visible)"
         facts = [f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}", mask, self.dtype, self.pass_]
         return " · ".join(facts + ["softcap"] * self.softcap)
 
@@ -125,16 +133,24 @@ def shape_of(workload: Workload) -> Shape:
 def mask_kind(workload: Workload) -> str:
     """Return the kinds of the mask's parts in alphabetical order; `full` if every query sees every key.
 
-    A block-causal mask of many blocks is a kind of its own.
+    A block-causal mask of many blocks is a kind of its own, and so is a part aligned to the top left if the lengths
+    differ.
     """
     mask, shape = workload.visible_mask, workload.mask_shape
-    kinds = sorted(set(mask.kinds) - {"full"})
+    kinds = sorted({_part_kind(part, shape) for part in mask.split()} - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
     if not kinds or (not mask.weighted and _pairs(mask, shape) == everything):
         return "full"
     if "block_causal" in kinds and _blocks(workload) > FEW_BLOCKS:
         kinds[kinds.index("block_causal")] = MANY_BLOCKS
     return "&".join(kinds)
+
+
+def _part_kind(part: Mask, shape: MaskShape) -> str:
+    """Return the kind of a part without looking at its blocks."""
+    kind = part.kinds[0]
+    aligned = shape.q_len == shape.kv_len or getattr(part, "align", "bottom-right") == "bottom-right"
+    return kind if aligned else TOP_LEFT.format(kind)
 
 
 @lru_cache(256)
@@ -161,8 +177,14 @@ def distance(a: Shape, b: Shape) -> float:
     queries, keys = log2(a.q_len / b.q_len), log2(a.kv_len / b.kv_len)
     parallel = PARALLEL_WEIGHT * log2(a.batch * a.heads / (b.batch * b.heads))
     group = GROUP_WEIGHT * log2(a.heads * b.kv_heads / (a.kv_heads * b.heads))
-    seen = VISIBLE_WEIGHT * log2(a.visible / b.visible) if a.visible and b.visible else 0.0
+    known = a.visible is not None and b.visible is not None
+    seen = VISIBLE_WEIGHT * log2(_share(a) / _share(b)) if known else 0.0
     return hypot(queries / 2**0.5, keys / 2**0.5, parallel, group, seen)
+
+
+def _share(shape: Shape) -> float:
+    """Return the visible share; a mask that shows nothing counts as half a pair."""
+    return shape.visible or 0.5 / (shape.batch * shape.heads * shape.q_len * shape.kv_len)
 
 
 def _pairs(mask: AnyMask, shape: MaskShape) -> int:
