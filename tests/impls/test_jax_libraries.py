@@ -125,11 +125,12 @@ class TestTokamax:
     def test_refusals(self, implementation, change, words):
         assert words in (implementation.supports(Workload(**(SQUARE | change)), HOPPER) or "")
 
-    def test_mosaic_overflows_in_float16_under_a_soft_cap(self):
+    @pytest.mark.parametrize("implementation", [jax_tokamax.MOSAIC, jax_tokamax.TRITON], ids=repr)
+    def test_kernels_overflow_in_float16_under_a_soft_cap(self, implementation):
         work = Workload(**(SQUARE | {"dtype": "float16", "softcap": 30.0}))
-        assert "overflows" in (jax_tokamax.MOSAIC.supports(work, HOPPER) or "")
+        assert "overflows" in (implementation.supports(work, HOPPER) or "")
         for fields in ({"dtype": "bfloat16"}, {"softcap": 10.0}, {"softcap": None}):
-            assert jax_tokamax.MOSAIC.supports(msgspec.structs.replace(work, **fields), HOPPER) is None
+            assert implementation.supports(msgspec.structs.replace(work, **fields), HOPPER) is None
 
     def test_mosaic_backward_needs_hopper(self):
         ampere = replace_capability((8, 0))

@@ -17,7 +17,7 @@ from attnbench.spec import Array, Call, Config, Environment, Implementation, Pas
 SIXTEEN_BITS = ("float16", "bfloat16")
 MASK_ROW_BYTES = 16
 LARGEST_FLOAT16_LOGIT = 11.0
-"""Soft cap above which mosaic overflows in float16: up to 60 it does not subtract a row's maximum before the
+"""Soft cap above which mosaic and triton overflow in float16: up to 60 they do not subtract a row's maximum before the
 exponential."""
 INSTALL = "pip install tokamax (Python 3.12 or newer)"
 
@@ -64,23 +64,23 @@ class Tokamax(Implementation):
 
     def _backend_limits(self, workload: Workload, environment: Environment) -> str | None:
         softcap = workload.softcap
+        overflows = workload.dtype == "float16" and softcap is not None and softcap > LARGEST_FLOAT16_LOGIT
+        too_large = "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
         if self.backend == "mosaic":
             odd_rows = workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array
-            overflows = workload.dtype == "float16" and softcap is not None and softcap > LARGEST_FLOAT16_LOGIT
             return first_reason(
                 conditions.needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
                 f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
                 if odd_rows
                 else None,
-                "computes exp(logit) in float16 under a soft cap, which overflows beyond a logit of 11"
-                if overflows
-                else None,
+                too_large if overflows else None,
             )
         if self.backend == "triton":
             uncapped = workload.needs_gradients and softcap is not None
             return first_reason(
                 conditions.needs_at_least(environment, (8, 0)),
                 "has no softcap in its backward pass" if uncapped else None,
+                too_large if overflows else None,
             )
         if self.backend == "cudnn":
             array_in_training = workload.needs_gradients and mask_arguments(workload).needs_array
