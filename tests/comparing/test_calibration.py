@@ -60,6 +60,7 @@ def test_the_next_call_goes_on_with_what_was_measured_least(tmp_path: Path, monk
     out, asked = tmp_path / "deep" / "out.jsonl", []
     monkeypatch.setattr(text, "CALIBRATION", tmp_path / "packaged.json")
     monkeypatch.setattr(compare_calibration, "CALIBRATION", tmp_path / "packaged.json")
+    monkeypatch.setattr(compare_calibration, "PUBLISHED", out)
 
     def compare(a: str, b: str, *given: object, **named: object):
         assert Path(a.partition(":")[0]).exists()
@@ -78,3 +79,6 @@ def test_the_next_call_goes_on_with_what_was_measured_least(tmp_path: Path, monk
     assert asked == ["torch same", "torch +5 %", "numpy same"], "stopped by Ctrl-C"
     assert len(out.read_text().splitlines()) == 2
     assert json.loads((tmp_path / "packaged.json").read_text())[0]["comparisons"] == 1
+    monkeypatch.setattr("sys.argv", ["calibrate", "-o", str(tmp_path / "other.jsonl")])
+    compare_calibration.main()
+    assert json.loads((tmp_path / "packaged.json").read_text()), "another file is not cited"

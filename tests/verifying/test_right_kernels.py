@@ -4,6 +4,7 @@ alone is wrong does not."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import mutations
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from attnbench import frameworks, masks, registry
 from attnbench.measuring.session import Options, Session
 from attnbench.spec import Cell, Config, Environment, Implementation, Workload
+from attnbench.verifying.checks import examine, examine_after
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.probes import counted_pairs
 from attnbench.verifying.subject import Wrong
@@ -149,5 +151,86 @@ class Refuses(Eager):
 @pytest.mark.parametrize("kernel", [Eager(), Refuses()], ids=lambda kernel: type(kernel).__name__)
 def test_a_backward_pass_that_refuses_a_strided_dout_passes_without_the_property(kernel: Eager):
     workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_="train")
-    properties = mutations.Bench("cpu").examined(kernel, workload).errors.properties
+    properties = examine(mutations.Bench("cpu").subject(kernel, workload), thorough=False).errors.properties
     assert ("dO in any order of memory" in properties) == (type(kernel) is Eager)
+
+
+@pytest.mark.parametrize("name", ["torch.sdpa-flash", "torch.sdpa-math", "torch.eager"])
+@pytest.mark.parametrize("kind", ["normal", "ALiBi"])
+@pytest.mark.parametrize("seed", range(3))
+def test_training_in_16_bits_under_a_bias(name: str, kind: str, seed: int):
+    """Keys whose weights differ by orders of magnitude: rounding of a large term hides a small one."""
+    rows, keys, heads = 64, 128, 8
+    if kind == "normal":
+        bias = 3 * np.random.default_rng(0).standard_normal((heads, rows, keys))
+    else:
+        distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys))
+        bias = -distance * (2.0 ** -np.arange(1, heads + 1))[:, None, None]
+    workload = Workload(
+        batch=2, q_len=rows, kv_len=keys, heads=heads, kv_heads=2, head_dim=32, dtype="bfloat16", pass_="train",
+        mask=masks.dense(bias.astype(np.float32)),
+    )  # fmt: skip
+    assert mutations.Bench("cpu").verdict(registry.get(name), workload, seed) in (("ok", ""), ("unsupported", ANY))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backward", [masks.causal("top-left"), masks.window(3, 0), None], ids=str)
+def test_wrong_gradients_under_a_bias(dtype: str, backward: Any):
+    """A backward pass under a bias that forgets it, or hides other keys, is found."""
+    bias = masks.dense(2 * np.random.default_rng(1).standard_normal((1, 4, 48, 48)).astype(np.float32))
+    workload = Workload(batch=1, q_len=48, heads=4, head_dim=16, dtype=dtype, pass_="train", mask=bias)  # pyright: ignore
+    other = mutations.changed(workload, mask=backward if backward is None else bias & backward)
+    kernel = mutations.Kernel(workload, backward=other)
+    status, reason = mutations.Bench("cpu").verdict(mutations.Mutant("mutant", kernel), workload)
+    assert status == "incorrect", reason
+
+
+class Switches(Eager):
+    """As kernels that take another path after some calls."""
+
+    later: Any = None
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        return inner(*arrays) if self.later is None else self.later(*arrays)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [{"overflows": True}, {"fill": -100.0}, {"padding": "value"}, {"clamp": 8.0}, {"value_clamp": 20.0}],
+    ids=str,
+)
+def test_a_path_that_changes_after_the_examination_is_examined_too(mistake: dict[str, Any]):
+    workload = Workload(batch=1, q_len=32, heads=2, head_dim=16, mask=masks.causal())
+    kernel = Switches()
+    subject = mutations.Bench("cpu").subject(kernel, workload)
+    examine(subject, thorough=False)
+    examine_after(subject)
+    kernel.later = mutations.Mutant("mutant", mutations.Kernel(workload, **mistake)).build(workload, {})
+    with pytest.raises(Wrong):
+        examine_after(subject)
+
+
+class Pool(Eager):
+    """As kernels that write their results into few buffers by turns, at a pace at which a visit has one call."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Any] = []
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        out = inner(*arrays)
+        self.buffers = [out, *self.buffers] if len(self.buffers) < 6 else self.buffers[-1:] + self.buffers[:-1]
+        return self.buffers[0].copy_(out)
+
+
+def test_a_result_that_a_much_later_call_overwrites():
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8)
+    status, reason = mutations.Bench("cpu").verdict(Pool(), workload)
+    assert (status, reason) == ("incorrect", "overwrites the result of its previous call")
+
+
+@pytest.mark.parametrize("pass_", ["forward", "train"])
+@pytest.mark.parametrize("scale", [3e-4, 1e-5])
+@pytest.mark.parametrize("name", ["torch.eager", "torch.sdpa-flash", "torch.sdpa-math"])
+def test_products_of_queries_and_keys_are_finite_in_float16(name: str, scale: float, pass_: str):
+    workload = Workload(batch=1, q_len=64, heads=2, head_dim=32, dtype="float16", scale=scale, pass_=pass_)  # pyright: ignore
+    assert mutations.Bench("cpu").verdict(registry.get(name), workload) == ("ok", "")

@@ -23,7 +23,7 @@ the last tokens among them. A kernel that takes a token of zeros for padding lea
 
 from __future__ import annotations
 
-from math import ceil, floor, lcm, log, log2, tanh
+from math import ceil, floor, inf, lcm, log, log2, tanh
 from typing import Any
 
 import array_api_compat
@@ -65,6 +65,8 @@ LARGEST = {"float16": 65504.0, "bfloat16": 2.0**60, "float32": 2.0**60, "float64
 """Largest elements of inputs: of float16 what it holds, else what can be squared and summed in float32 or float64."""
 SATURATED = 12.0
 """Times the soft cap that all logits of `steep` are beyond, so that its tangent hyperbolic is -1 for all."""
+FINITE_SHARE = 0.25
+"""Share of the largest number of float16 that the product of a typical query and key may reach; some are larger."""
 LARGEST_NORMAL = 8.0
 """Bound of the sum of two normal numbers."""
 TAIL = 8
@@ -113,7 +115,7 @@ def counted(
 def _sizes(w: Workload) -> tuple[int, int]:
     """Return (ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 **
     power."""
-    target = LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap
+    target = min(LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap, _largest_logit(w))
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
     ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
     unit = abs(w.softmax_scale) * _channels(w) * sum(STEPS[ratio]) / len(STEPS[ratio]) / 4
@@ -260,8 +262,14 @@ def pointed_logit(w: Workload) -> float:
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
     near = 0.0 if w.softcap is None else NEAR_CAP * w.softcap
     if w.softcap is not None and w.softcap < 1:
-        return MOST_CAPS * w.softcap
-    return max(POINTED, least, near if DTYPE_BYTES[w.dtype] > 2 or near <= LARGEST_ROUNDED else 0.0)
+        return min(MOST_CAPS * w.softcap, _largest_logit(w))
+    large = max(POINTED, least, near if DTYPE_BYTES[w.dtype] > 2 or near <= LARGEST_ROUNDED else 0.0)
+    return min(large, _largest_logit(w))
+
+
+def _largest_logit(w: Workload) -> float:
+    """Return the logit up to which q times k is finite in float16, before it is scaled; of other dtypes infinity."""
+    return FINITE_SHARE * LARGEST["float16"] * abs(w.softmax_scale) if w.dtype == "float16" else inf
 
 
 def _places(w: Workload, keys: np.ndarray) -> np.ndarray:

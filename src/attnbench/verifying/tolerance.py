@@ -39,7 +39,7 @@ not count as an error. Without this a right flash kernel is now and then called 
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
-LSE_FLOOR = 1e-5
+LSE_FLOOR = 1.5e-5
 SLACK = 4
 """Multiple of the allowed error between two results of one call: both may be right at twice it; a wrong one is far
 off."""

@@ -6,11 +6,13 @@ As far as the budget of `Draws.covered` goes; see attnbench.verifying.probes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
 
+from attnbench.masks import Dense, Mask
 from attnbench.spec import Array, Errors
 from attnbench.verifying import probes
 from attnbench.verifying.draws import Heads, by_head
@@ -40,6 +42,8 @@ MORE_ROWS, MISSING, LEAST_ROW = 2, 0.75, 5e-4
 another one; and the least allowed error of a row."""
 SMALLEST, UNDERFLOWS = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}, 4
 """Smallest numbers that every device computes with (of float16, in float32), and multiple of them that is allowed."""
+ALIKE_WEIGHTS = 8
+"""Ratio of the weights of two visible keys of a row up to which pairs can be counted."""
 LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
 
@@ -106,6 +110,14 @@ def _require_keys(subject: Subject, rows: RowNorms, what: str) -> None:
     sums = KEY_SUMS * subject.workload.kv_len
     allowed = KEY_SHARE + sums + KEY_ULPS * EPS[subject.workload.dtype] * rows.size / unit
     _require(subject, what, "out", rows.off / unit, allowed, " of one key's weight")
+
+
+def weights_differ(mask: Mask) -> bool:
+    """Return whether additive arrays in a mask may make one key weigh more than ALIKE_WEIGHTS times as much as
+    another."""
+    dense = [part.values.array for part in mask.split() if isinstance(part, Dense) and part.weighted]
+    finite = [values[np.isfinite(values)] for values in dense]
+    return sum(float(np.ptp(values)) for values in finite if values.size) > log(ALIKE_WEIGHTS)
 
 
 def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
