@@ -10,7 +10,7 @@ from choice_stability import agreement, measured
 from length_factory import GPU, along
 from msgspec import structs
 from policy_factory import entry, policy
-from record_factory import CPU, ok, timing, unsupported, workload
+from record_factory import CPU, incorrect, ok, timing, unsupported, workload
 
 from attnbench import masks
 from attnbench.choosing.candidates import CandidateRun, Ground
@@ -18,7 +18,7 @@ from attnbench.choosing.choose import Chosen, choose, fixed_losses, policy_loss
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Policy, load_policy, policy_text
 from attnbench.results.run_file import read_run
-from attnbench.spec import Errors, Memory, Ok, Record
+from attnbench.spec import Errors, Failed, Memory, Ok, Record
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -362,6 +362,36 @@ class TestRuns:
         first = CandidateRun("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
         later = CandidateRun("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
         assert picks(choose([first, later])) == {128: chosen}
+
+    def test_what_a_newer_run_found_incorrect_is_left_out_on_its_device(self):
+        """The newer run lacks torch.b, so that the older decides; torch.a is wrong on the CPU only."""
+        both = [
+            timed(name, ns, environment=at) for at in (CPU, GPU) for name, ns in (("torch.a", 1e6), ("torch.b", 2e6))
+        ]
+        sources = [
+            CandidateRun("b", "2026-01-02", [incorrect("torch.a", "wrong")]),
+            CandidateRun("a", "2026-01-01", both),
+        ]
+        found = choose(sources)
+        assert {place.device: place.entries[0].use.label for place in found.policy.places} == {
+            "cpu": "torch.b",
+            "cuda": "torch.a",
+        }
+        assert [(one.record, one.is_wrong) for one in found.setbacks] == [(both[0], True)]
+        assert choose(sources, Constraints(forbid=("torch.a",))).setbacks == ()
+        again = CandidateRun("c", "2026-01-03", [timed("torch.a", 1e6)])
+        assert choose([*sources, again]).setbacks == ()
+
+    def test_what_a_newer_run_lost_is_told_where_the_older_decides(self):
+        lost = Failed(implementation="torch.a", workload=workload(), reason="boom", environment=CPU)
+        old = [timed("torch.a", 1e6), timed("torch.b", 2e6)]
+        near, ahead = [lost, timed("torch.b", 2e6)], [lost, timed("torch.b", 2e6), timed("torch.c", 0.5e6)]
+        first = CandidateRun("a", "2026-01-01", old)
+        found = choose([first, CandidateRun("b", "2026-01-02", near)])
+        assert picks(found) == {128: "torch.a"}
+        assert [(one.record, one.newer) for one in found.setbacks] == [(old[0], lost)]
+        found = choose([first, CandidateRun("b", "2026-01-02", ahead)])
+        assert (picks(found), found.setbacks) == ({128: "torch.c"}, ())
 
     def test_shapes_of_several_runs_come_together(self):
         sources = [CandidateRun(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]

@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 from length_factory import along
-from record_factory import CPU, ok, unsupported, workload
+from msgspec import structs
+from record_factory import CPU, incorrect, ok, unsupported, workload
 
 from attnbench.cli import execute
 from attnbench.cli.choose import read_size
 from attnbench.errors import PolicyWarning, UsageError
 from attnbench.policy import Constraints, load_policy
 from attnbench.results.run_file import RunWriter, new_header
-from attnbench.spec import Memory
+from attnbench.spec import Failed, Memory, Record
 
 LENGTHS = (128, 256, 512, 1024)
 
 
-def write_run(path: Path, *records) -> None:
-    writer = RunWriter(path, new_header("0", "quick"))
+def write_run(path: Path, *records: Record, created: str = "") -> None:
+    header = new_header("0", "quick")
+    writer = RunWriter(path, structs.replace(header, created=created or header.created))
     writer.write(records)
     writer.close()
 
@@ -232,3 +234,50 @@ def test_a_record_without_memory_is_not_within_a_limit(capsys: pytest.CaptureFix
     write_run(tmp_path / "bare.jsonl", ok("torch.eager", [1e6] * 9, memory=Memory(peak_bytes=None, reason="unknown")))
     assert execute(["choose", "bare.jsonl", "--max-memory", "1TB"]) == 3
     assert "its peak memory is unknown" in capsys.readouterr().out
+
+
+class TestOlderTimes:
+    NEWER = "2999-01-01T00:00:00+00:00"
+
+    def test_what_a_newer_run_found_incorrect_is_not_chosen(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+        wrong = [incorrect("torch.sdpa", "row 3 is wrong", workload(n)) for n in LENGTHS]
+        write_run(tmp_path / "runs" / "two.jsonl", *wrong, created=self.NEWER)
+        told = "torch.sdpa is left out on 4 shapes: a newer run found it incorrect."
+        for runs in (["one", "two"], ["two", "one"]):
+            assert execute(["choose", *runs, "-o", "policy.json"]) == 0
+            assert capsys.readouterr().out.strip().splitlines()[-1].startswith(f"{told} torch.eager from 128 tokens; ")
+            assert {entry.use.label for entry in load_policy("policy.json").entries} == {"torch.eager"}
+        assert execute(["choose", "one", "two", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["closing"].startswith(told)
+        assert execute(["choose", "one", "two", "--judge", "policy.json"]) == 0
+        assert capsys.readouterr().out.strip().splitlines()[-1].startswith(f"{told} policy.json: regret 1.000 over")
+        assert execute(["choose", "one", "two", "--forbid", "torch.sdpa"]) == 0
+        assert "left out" not in capsys.readouterr().out
+
+    def test_nor_is_it_with_the_library_of_the_older_run(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+        here = structs.replace(CPU, packages={"torch": "9.0"})
+        wrong = [structs.replace(incorrect("torch.sdpa", "wrong", workload(n)), environment=here) for n in LENGTHS]
+        eager = along("torch.eager", lambda n: 10.0 * n, LENGTHS, environment=here)
+        write_run(tmp_path / "runs" / "two.jsonl", *wrong, *eager, created=self.NEWER)
+        assert execute(["choose", "one", "two", "-o", "policy.json"]) == 0
+        assert "torch.sdpa is left out on 4 shapes" in capsys.readouterr().out
+        found = load_policy("policy.json")
+        assert len(found.places) == 2
+        assert {entry.use.label for entry in found.entries} == {"torch.eager"}
+
+    def test_if_nothing_else_is_left_there_is_no_choice(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+        wrong = [incorrect("torch.sdpa", "row 3 is wrong", workload(n)) for n in LENGTHS]
+        write_run(tmp_path / "runs" / "two.jsonl", *wrong, created=self.NEWER)
+        assert execute(["choose", "one", "two", "--only", "torch.sdpa", "-o", "policy.json"]) == 3
+        out = capsys.readouterr().out
+        assert "torch.sdpa is left out on 4 shapes: a newer run found it incorrect. No implementation could be" in out
+        assert "torch.sdpa: incorrect: row 3 is wrong" in out
+        assert not (tmp_path / "policy.json").exists()
+
+    def test_what_a_newer_run_lost_is_chosen_and_told(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+        lost = Failed(implementation="torch.sdpa", workload=workload(1024), reason="boom", environment=CPU)
+        write_run(tmp_path / "runs" / "two.jsonl", lost, created=self.NEWER)
+        assert execute(["choose", "one", "two"]) == 0
+        last = capsys.readouterr().out.strip().splitlines()[-1]
+        told = "torch.sdpa is compared by older times on 1 shape: a newer run has none (failed: boom)."
+        assert last.startswith(f"{told} torch.eager from 128 tokens, torch.sdpa from 512 tokens; ")

@@ -295,3 +295,33 @@ class TestPlaces:
         assert execute(["report", "one.jsonl", "two.jsonl", "-o", "page.html", "--markdown"]) == 0
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("::error")]
         assert len(set(lines)) == 2
+
+
+class TestOlderTimes:
+    """A newer run with another version of the library, which stands in a section of its own, finds torch.sdpa wrong."""
+
+    TOLD = "torch.sdpa is left out on 1 shape: a newer run found it incorrect."
+
+    def report(self, old: Sequence[Record], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+        here = msgspec.structs.replace(CPU, packages={"torch": "9.0"})
+        wrong = msgspec.structs.replace(incorrect("torch.sdpa", "row 3 is wrong"), environment=here)
+        newer = [wrong, timed("torch.eager", 4e6, environment=here)]
+        headers = [msgspec.structs.replace(new_header("0", "quick"), created=f"2026-01-0{day}") for day in (1, 2)]
+        paths = [write_run(folder / f"{n}.jsonl", run, headers[n]) for n, run in enumerate((old, newer))]
+        assert execute(["report", *map(str, paths), "--markdown", "-o", str(folder / "page.html")]) == 0
+        return capsys.readouterr().out, (folder / "page-summary" / "summary.txt").read_text()
+
+    def test_the_older_section_leaves_it_out_and_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        old = [timed("torch.sdpa", 1e6), timed("torch.eager", 4e6), timed("torch.math", 5e6)]
+        markdown, summary = self.report(old, tmp_path, capsys)
+        assert "| 1 x 128 | torch.eager |" in markdown
+        for text in (markdown, " ".join(summary.split())):
+            assert text.count(self.TOLD) == 2
+            assert "use torch.sdpa" not in text
+            assert "torch.eager leads" in text
+        assert "torch 2.13.0" in markdown
+
+    def test_a_section_of_which_nothing_is_left_is_not_shown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        markdown, summary = self.report([timed("torch.sdpa", 1e6)], tmp_path, capsys)
+        assert "torch 2.13.0" not in markdown
+        assert markdown.count(self.TOLD) == " ".join(summary.split()).count(self.TOLD) == 1

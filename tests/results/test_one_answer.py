@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from page_factory import JAX, source
-from record_factory import CPU, ok, workload
+from record_factory import CPU, incorrect, ok, workload
 from rich.console import Console
 
 from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
+from attnbench.choosing.text import closing
 from attnbench.cli.run import document
 from attnbench.comparing.gate_text import clean
 from attnbench.errors import AttnBenchError
@@ -35,7 +37,7 @@ from attnbench.results.records import framework_of, label, on_one_clock
 from attnbench.results.run_file import read_run
 from attnbench.results.sentences import answer, counted
 from attnbench.results.standings import Standings, rank
-from attnbench.spec import Ok, Record
+from attnbench.spec import Failed, Incorrect, Ok, Record
 
 pytest.importorskip("altair")
 pytest.importorskip("jinja2")
@@ -277,12 +279,13 @@ MEDIANS = (1.0, 1.005, 1.012, 1.04, 1.08, 1.5, 3.0)
 
 
 @st.composite
-def runs_of(draw: st.DrawFn, most: int, names: Sequence[str] = NAMES) -> list[list[Ok]]:
-    """Runs of up to three lengths, in each of which some implementations were timed in turns."""
+def runs_of(draw: st.DrawFn, most: int, names: Sequence[str] = NAMES) -> list[list[Record]]:
+    """Runs of up to three lengths, in each of which some implementations were timed in turns; of several runs, some
+    find some implementations incorrect, or lose them."""
     seed, made = draw(st.integers(0, 2**16)), []
     lengths = draw(st.lists(st.sampled_from([128, 256, 512]), min_size=1, max_size=3, unique=True))
     for number in range(draw(st.integers(1, most))):
-        records: list[Ok] = []
+        records: list[Record] = []
         for n in lengths:
             for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True)):
                 rng = np.random.default_rng([seed, number, n, *name.encode()])
@@ -290,24 +293,62 @@ def runs_of(draw: st.DrawFn, most: int, names: Sequence[str] = NAMES) -> list[li
                 samples = 1e6 * draw(st.sampled_from(MEDIANS)) * np.exp(spread * rng.standard_normal(12))
                 kernels = ("k",) if name.startswith("torch.b") else None
                 here = JAX if name.startswith("jax") else CPU
-                records.append(ok(name, samples, workload(n), kernels=kernels, environment=here))
+                made_of = ok(name, samples, workload(n), kernels=kernels, environment=here)
+                outcome = draw(st.sampled_from(["ok"] * 5 + ["incorrect"] * 2 + ["failed"])) if most > 1 else "ok"
+                if outcome == "incorrect":
+                    made_of = structs.replace(incorrect(name, "row 3 is wrong", workload(n)), environment=here)
+                elif outcome == "failed":
+                    made_of = Failed(implementation=name, workload=workload(n), reason="boom", environment=here)
+                records.append(made_of)
         made.append(records)
     return made
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(runs_of(1))
-def test_every_output_of_a_run_names_the_same_winners(runs: list[list[Ok]]):
+def test_every_output_of_a_run_names_the_same_winners(runs: list[list[Record]]):
     check_run(runs[0])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def check_wrong(runs: Sequence[Sequence[Record]], sources: Sequence[CandidateRun], page: Page) -> None:
+    """A cell whose newest right or wrong record is wrong has a time in no output, and each says so."""
+    newest: dict[tuple[str, str], Record] = {}
+    timed: set[tuple[str, str]] = set()
+    for record in (record for run in runs for record in run if not isinstance(record, Failed)):
+        key = label(record), record.workload.id
+        newest[key] = record
+        timed |= {key} if isinstance(record, Ok) else set()
+    gone = {key for key, record in newest.items() if isinstance(record, Incorrect)}
+    shapes = Counter(name for name, _ in gone & timed)
+    told = {
+        f"{name} is left out on {counted(n, 'shape')}: a newer run found it incorrect." for name, n in shapes.items()
+    }
+    parts = collect_standings(page)
+    speed, chosen = performance(parts), choose(sources)
+    summary, (part,) = " ".join(summary_text(parts, speed).split()), page.parts
+    texts = [summarise(page).replace("\\", ""), summary, " ".join(part.answer), answer(part.cells.standings)]
+    for text in [*texts, closing(chosen)]:
+        assert all(clean(one) in text or one in text for one in told), (told, text)
+        assert text.count("a newer run found it incorrect") == len(told), text
+    assert not gone & {(row["label"], row["workload"]) for row in page_rows(page, 0) if "ns" in row}
+    assert not gone & {(row["implementation"], row["workload"]) for row in speed["cells"] + speed["speedups"]}
+    for entry in chosen.policy.entries:
+        used = (entry.use, *entry.use.alternatives)
+        assert not gone & {(one.label, entry.use.measured) for one in used}
+    for one in part.advice:
+        if one.pick is not None and len(one.workloads) == 1:
+            assert not gone & {(name, one.workloads[0]) for name in (one.pick.name, *one.pick.same)}
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(runs_of(3))
-def test_every_output_of_several_runs_names_the_same_winners(runs: list[list[Ok]]):
+def test_every_output_of_several_runs_names_the_same_winners(runs: list[list[Record]]):
     days = [f"2026-01-0{day + 1}" for day in range(len(runs))]
     page = compose([source(*records, created=day) for records, day in zip(runs, days)])
     check_page(page)
-    check_policy([CandidateRun(day, day, records) for records, day in zip(runs, days)], page)
+    sources = [CandidateRun(day, day, records) for records, day in zip(runs, days)]
+    check_policy(sources, page)
+    check_wrong(runs, sources, page)
     (part,) = page.parts
     rows = page_rows(page, 0)
     for row in winner_rows(rows):

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import Standing, Standings, supersedes
+from attnbench.results.standings import Setback, Standing, Standings, setbacks, supersedes
 from attnbench.spec import Ok, Record
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -126,26 +126,46 @@ class Ground(Struct, frozen=True):
         return found
 
 
-def survey(
-    sources: Iterable[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
-) -> tuple[list[Ground], list[Refusal]]:
-    """Return the measurements of each place, and the records that may not be chosen; oldest source first."""
+class Survey(Struct, frozen=True):
+    """The measurements of each place, and what may not be chosen of the runs."""
+
+    grounds: list[Ground]
+    refused: list[Refusal]
+    """Records that may not be chosen."""
+    setbacks: list[Setback]
+    """Candidates that are left out since a newer run found them incorrect, and those that a newer run could not run."""
+
+
+def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]) -> Survey:
+    """Return the measurements of each place, and what may not be chosen; oldest source first."""
     grounds: dict[tuple[object, ...], Ground] = {}
+    homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
+    known = setbacks(source.records for source in sources)
+    wrong = {id(one.record) for one in known if one.is_wrong}
     for source in sources:
-        found, others = eligible(source.records, constraints, left_out)
+        records = [record for record in source.records if id(record) not in wrong]
+        found, others = eligible(records, constraints, left_out)
         refused += others
-        for place, workload, standing in _standings(source.records, found):
+        for place, workload, standing in _standings(records, found):
             key = next((one for one, ground in grounds.items() if ground.place.agrees(place)), place.key)
             ground = grounds.setdefault(key, Ground(place, {}))
             if workload not in ground.standings or supersedes(standing, ground.standings[workload]):
                 ground.standings[workload] = standing
+                homes.setdefault(key, {})[workload] = source
             runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
             made = max(ground.place.made, source.created)
             software = dict(sorted((place.software | ground.place.software).items()))
             merged = structs.replace(ground.place, runs=runs, made=made, software=software)
             grounds[key] = Ground(merged, ground.standings)
-    return list(grounds.values()), refused
+    used: set[int] = set()
+    for key, ground in grounds.items():
+        for workload, standing in ground.standings.items():
+            cells = {(device_of(record), record.cell.id) for record in standing.ranked.values()}
+            used |= {id(one) for one in homes[key][workload].records if (device_of(one), one.cell.id) in cells}
+    candidates = {id(record) for record in eligible((one.record for one in known), constraints, left_out)[0]}
+    told = [one for one in known if id(one.record) in (candidates if one.is_wrong else used)]
+    return Survey(list(grounds.values()), refused, told)
 
 
 def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
@@ -160,7 +180,7 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
         place = place_of(structs.replace(record.environment, framework=framework_of(record)))
         places[device_of(record), framework_of(record), record.cell.id] = place
     for device in dict.fromkeys(device_of(record) for record in records):
-        for workload, whole in Standings([[r for r in records if device_of(r) == device]]).by_run[0].items():
+        for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
             rows = {(device, framework_of(row.record), row.record.cell.id) for row in whole.rows}
             here = {places[key].key: places[key] for key in rows & places.keys()}
             for place in here.values():

@@ -33,7 +33,7 @@ from attnbench.results.by_length import LengthRange, boundary
 from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label
-from attnbench.results.standings import Standing
+from attnbench.results.standings import Setback, Standing
 from attnbench.spec import Environment, Ok
 
 SHOWN_REASONS = 3
@@ -55,6 +55,8 @@ class Chosen(Struct, frozen=True):
     policy: Policy
     unchosen: tuple[Unchosen, ...]
     grounds: tuple[Ground, ...]
+    setbacks: tuple[Setback, ...] = ()
+    """Candidates that are left out since a newer run found them incorrect, and those that a newer run could not run."""
 
     @property
     def placed(self) -> list[tuple[Place, Ground]]:
@@ -101,8 +103,8 @@ def choose(
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
-    grounds, refused = survey(ordered, constraints, left_out or {})
-    grounds.sort(key=lambda ground: repr(ground.place.key))
+    found = survey(ordered, constraints, left_out or {})
+    grounds = sorted(found.grounds, key=lambda ground: repr(ground.place.key))
     places: list[Place] = []
     for ground in grounds:
         around = list(ground.standings.values())
@@ -113,7 +115,8 @@ def choose(
         if entries:
             facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
             places.append(structs.replace(place, within=constraints or None, **facts))
-    return Chosen(Policy() | Policy(places=tuple(places)), _unchosen(refused, grounds), tuple(grounds))
+    policy = Policy() | Policy(places=tuple(places))
+    return Chosen(policy, _unchosen(found.refused, grounds), tuple(grounds), tuple(found.setbacks))
 
 
 def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:

@@ -18,6 +18,8 @@ from attnbench.report.units import DASH
 from attnbench.results.advice import listed, tokens, workloads
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import TOO_WIDE
+from attnbench.results.sentences import setback_sentences
+from attnbench.results.standings import Setback
 
 SHOWN_PICKS = 4
 SHOWN_FIXED = 5
@@ -88,21 +90,23 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
     console.print(plain_table(rows), highlight=False)
 
 
-def judgement(policy: Policy, losses: Sequence[Loss]) -> str:
-    """Return the closing sentence of a policy that was evaluated on runs."""
+def judgement(policy: Policy, losses: Sequence[Loss], setbacks: Sequence[Setback] = ()) -> str:
+    """Return the closing sentence of a policy that was evaluated on runs, after what newer runs say of older times."""
     total = pooled(one.regret for one in losses if one.regret is not None)
+    before = "".join(f"{sentence} " for sentence in setback_sentences(setbacks))
     if total is None:
-        return f"{policy.name} has no choice for any shape in these runs."
+        return f"{before}{policy.name} has no choice for any shape in these runs."
     missed = f"; no choice for {total.missed}" if total.missed else ""
     worst = f"worst {total.worst:.2f} at {total.worst_at}"
-    return f"{policy.name}: regret {total.mean:.3f} over {_shapes_text(total.shapes)} ({worst}){missed}."
+    return f"{before}{policy.name}: regret {total.mean:.3f} over {_shapes_text(total.shapes)} ({worst}){missed}."
 
 
 def closing(chosen: Chosen) -> str:
-    """Return the closing sentence: what to run, its regret on the grid and off it, and doubts about the samples."""
-    policy = chosen.policy
+    """Return the closing sentence: what to run, its regret on the grid and off it, and doubts about the samples; before
+    it what newer runs say of older times."""
+    policy, before = chosen.policy, "".join(f"{sentence} " for sentence in setback_sentences(chosen.setbacks))
     if not policy.entries:
-        return "No implementation could be chosen for any workload."
+        return f"{before}No implementation could be chosen for any workload."
     on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
     off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
     picks = "; ".join(_picks_text(place) for place in policy.places)
@@ -114,7 +118,7 @@ def closing(chosen: Chosen) -> str:
         many = f"{len(limited)} of {total} choices {'is' if len(limited) == 1 else 'are'} {HOST_LIMITED}"
         most = max(ratio for _, ratio in limited)
         doubts += f" {many} ({names}): the call takes up to {most:.1f}x the kernel time that was compared."
-    return f"{picks}; {_regrets_text(on_grid, off_grid)}.{kept}{doubts}"
+    return f"{before}{picks}; {_regrets_text(on_grid, off_grid)}.{kept}{doubts}"
 
 
 def _picks_text(place: Place) -> str:
@@ -160,13 +164,15 @@ def document(chosen: Chosen, path: object) -> dict[str, object]:
     }
 
 
-def judgement_document(policy: Policy, found: Sequence[tuple[Ground, Loss]]) -> dict[str, object]:
+def judgement_document(
+    policy: Policy, found: Sequence[tuple[Ground, Loss]], setbacks: Sequence[Setback] = ()
+) -> dict[str, object]:
     """Return the document that `choose --judge --json` prints."""
     return {
         "judged": policy.name,
         "regret": {_place_key(ground.place): loss.regret for ground, loss in found},
         "fixed": {_place_key(ground.place): fixed_losses(ground) for ground, _ in found},
-        "closing": judgement(policy, [loss for _, loss in found]),
+        "closing": judgement(policy, [loss for _, loss in found], setbacks),
     }
 
 

@@ -144,13 +144,13 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
         note(f"not evaluated: {why}")
     found = [(ground, policy_loss(policy, ground)) for ground in grounds]
     if json:
-        print_json(judgement_document(policy, found))
+        print_json(judgement_document(policy, found, chosen.setbacks))
     else:
         console = stdout_console()
         for ground, loss in found:
             print_losses(console, ground, [loss])
         console.print()
-        say(judgement(policy, [one for _, one in found]))
+        say(judgement(policy, [one for _, one in found], chosen.setbacks))
     return 0 if any(loss.regret is not None for _, loss in found) else NOTHING
 
 

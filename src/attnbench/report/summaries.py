@@ -23,7 +23,7 @@ from attnbench.results.families import FRAMEWORKS, OVERALL, Track, tracks
 from attnbench.results.growth import compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.recommend import compared_families, compared_tracks
 from attnbench.results.records import baseline, label
-from attnbench.results.sentences import capped, count_notes, name_wrong, speedups, wrong_sentences
+from attnbench.results.sentences import capped, count_notes, name_wrong, setback_sentences, speedups, wrong_sentences
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
 
@@ -339,7 +339,8 @@ def _blocks(part: MachineStandings, speed: Document, titled: bool, wrong: bool) 
     yield SummarySection("", [*heading, counts], ANSWER)
     sentences = [sentence for told in wrong_sentences(shown) for sentence in told] if wrong else []
     told = [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
-    yield SummarySection("", told if len(told) <= MOST_WRONG else [_all_wrong(shown)], MOST_LINES)
+    older = setback_sentences(part.standings.setbacks)
+    yield SummarySection("", [*(told if len(told) <= MOST_WRONG else [_all_wrong(shown)]), *older], MOST_LINES)
     yield SummarySection("", part.answer, ANSWER)
 
     def pick_words(pick: Pick) -> str:

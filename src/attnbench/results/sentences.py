@@ -26,7 +26,7 @@ from attnbench.results.records import (
     labelled,
     sitting_of,
 )
-from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Standing, Standings
+from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Setback, Standing, Standings
 from attnbench.results.tally import Tally
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
@@ -178,7 +178,8 @@ def answer(standings: Standings, focus: Sequence[str] = (), wrong: bool = True) 
     `focus` names the implementations that the user asked about: if one of them does not win, the sentence says how far
     behind it is. Without `wrong` the sentences about wrong results are left to the caller.
     """
-    return _answer(list(standings.overall.values()), standings.newest, standings.against, focus, wrong)
+    text = _answer(list(standings.overall.values()), standings.newest, standings.against, focus, wrong)
+    return " ".join([*(setback_sentences(standings.setbacks) if wrong else []), text])
 
 
 def _answer(
@@ -292,6 +293,24 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
         told = after if name in right and name not in focus else before
         told.append(f"{name} is not ranked{where}: {shortened(failures[0].reason).rstrip('.')}.")
     return before, after
+
+
+def setback_sentences(found: Iterable[Setback]) -> list[str]:
+    """Return a sentence per implementation whose older times are left out because a newer run found it incorrect, and
+    one per implementation whose older times count though a newer run has none."""
+    groups: dict[tuple[str, bool], dict[str, Setback]] = {}
+    for one in found:
+        groups.setdefault((label(one.record), one.is_wrong), {})[one.record.workload.id] = one
+    sentences = []
+    for (name, is_wrong), shapes in sorted(groups.items(), key=lambda item: not item[0][1]):
+        newer, on = next(iter(shapes.values())).newer, counted(len(shapes), "shape")
+        why = f"{newer.status.replace('_', ' ')}: {shortened(newer.reason).rstrip('.')}"
+        sentences.append(
+            f"{name} is left out on {on}: a newer run found it incorrect."
+            if is_wrong
+            else f"{name} is compared by older times on {on}: a newer run has none ({why})."
+        )
+    return sentences
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:

@@ -33,7 +33,7 @@ from attnbench.results.records import (
     sitting_of,
 )
 from attnbench.results.run_file import KERNELS_ONLY
-from attnbench.spec import Ok, Record, Workload
+from attnbench.spec import ONLY_TIMED, Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
 NOT_TIMED = "verified, not timed"
 """Beginning of the note of a record that may be checked but not timed, such as one of an interpreter."""
@@ -274,6 +274,44 @@ def supersedes(new: Standing, old: Standing) -> bool:
     return new.times[link] / fastest_new > ACROSS_RUNS * old.times[link] / fastest_old
 
 
+class Setback(Struct, frozen=True):
+    """A timed record of a cell, and what a newer run on the same device has instead of a time."""
+
+    record: Ok
+    newer: Incorrect | Failed | OutOfMemory | Timeout
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the newer record is incorrect, so that the older time does not count."""
+        return isinstance(self.newer, Incorrect)
+
+
+def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
+    """Return the timed records whose cell was found incorrect or was lost later on the same device; `runs` are the
+    oldest first.
+
+    A cell is incorrect if its newest record that is right or wrong is: a crash, a timeout and a lack of memory say
+    nothing of its numbers, nor does a check without timing of numbers that were wrong in timed calls only.
+    """
+    verdicts: dict[tuple[str, str], Ok | Incorrect] = {}
+    losses: dict[tuple[str, str], Failed | OutOfMemory | Timeout] = {}
+    found: list[Setback] = []
+    for record in reversed([record for run in runs for record in run if not is_anchor(record)]):
+        key = device_of(record), record.cell.id
+        verdict = verdicts.get(key)
+        newer = verdict if isinstance(verdict, Incorrect) else losses.get(key)
+        if is_timed(record) and newer is not None:
+            found.append(Setback(record, newer))
+        if isinstance(record, Failed | OutOfMemory | Timeout):
+            if verdict is None and not getattr(record, "unstarted", False):
+                losses.setdefault(key, record)
+        elif isinstance(record, Ok | Incorrect):
+            unseen = verdict is not None and not is_timed(verdict) and (record.reason or "").startswith(ONLY_TIMED)
+            if verdict is None or unseen:
+                verdicts[key] = record
+    return found[::-1]
+
+
 class Position(Struct, frozen=True):
     """Place of a ranked row among all rows of its workload that are shown together."""
 
@@ -293,11 +331,24 @@ class Standings:
 
     A run decides a workload for each framework on its own: a framework may have had a run to itself. Frameworks are
     ranked together if one run decides for all of them; else the framework whose run prevails stands for the workload.
+    Times of a cell that a newer run found incorrect are left out of every run.
     """
 
-    def __init__(self, runs: Iterable[Iterable[Record]], against: Sequence[str] = ()) -> None:
-        """Rank every workload of each run; `runs` are the oldest first, `against` names the baseline."""
-        self.runs = [[r for r in run if not is_anchor(r)] for run in runs]
+    def __init__(
+        self,
+        runs: Iterable[Iterable[Record]],
+        against: Sequence[str] = (),
+        known: Iterable[Setback] | None = None,
+    ) -> None:
+        """Rank every workload of each run; `runs` are the oldest first, `against` names the baseline. `known` are the
+        setbacks of all runs, if these are a part of them."""
+        whole = [[r for r in run if not is_anchor(r)] for run in runs]
+        held = {id(record) for run in whole for record in run}
+        known = setbacks(whole) if known is None else known
+        self._setbacks = [one for one in known if not held.isdisjoint((id(one.record), id(one.newer)))]
+        wrong = {id(one.record) for one in self._setbacks if one.is_wrong}
+        self.runs = [[record for record in run if id(record) not in wrong] for run in whole]
+        """The records that count, run by run."""
         self.against = tuple(against)
         steps: dict[str, list[Record]] = {}
         for record in (record for run in self.runs for record in run):
@@ -406,6 +457,18 @@ class Standings:
                     if decides or record.cell.id not in kept or not kept[record.cell.id][0]:
                         kept[record.cell.id] = decides, number, record
         return [(number, record) for _, number, record in kept.values()]
+
+    @cached_property
+    def setbacks(self) -> list[Setback]:
+        """The setbacks to tell of: times that are left out as wrong, and times that are ranked though a newer run could
+        not repeat them."""
+        ranked: set[int] = set()
+        for number, run in enumerate(self.runs):
+            for record in run:
+                home, one = self._decided[record.workload.id].get(framework_of(record), (None, None))
+                if one is not None and home == number and label(record) in one.ranked:
+                    ranked.add(id(record))
+        return [one for one in self._setbacks if one.is_wrong or id(one.record) in ranked]
 
     @property
     def records(self) -> list[Record]:

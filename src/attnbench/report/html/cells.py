@@ -16,7 +16,7 @@ from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
 from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
 from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
-from attnbench.results.standings import Row, Standings
+from attnbench.results.standings import Row, Setback, Standings
 from attnbench.spec import Errors, Incorrect, Ok, Record
 
 Cell = dict[str, Any]
@@ -50,9 +50,10 @@ class Cells(Struct, frozen=True):
         return self.standings.records
 
 
-def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
-    """Return a row for each cell of a section, with its place in the standing of its shape."""
-    standings = Standings(list(section.runs.values()), against)
+def make_cells(section: Section, against: Sequence[str] = (), known: Iterable[Setback] | None = None) -> Cells:
+    """Return a row for each cell of a section, with its place in the standing of its shape; `known` are the setbacks of
+    all sections."""
+    standings = Standings(list(section.runs.values()), against, known)
     records = standings.records
     names = name_shapes(record.workload for record in records)
     baselines = choose_baselines(records, against)
@@ -77,7 +78,7 @@ def make_cells(section: Section, against: Sequence[str] = ()) -> Cells:
             runs.setdefault(record.workload.id, set()).add(number)
     maps = lay_out([row for row in rows if "place" in row])
     set_beside(rows)
-    repeated = len(section.records) - len(records)
+    repeated = sum(map(len, standings.runs)) - len(records)
     return Cells(rows, standings, names, baselines, maps, repeated, sum(len(one) > 1 for one in runs.values()))
 
 

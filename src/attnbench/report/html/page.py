@@ -25,7 +25,15 @@ from attnbench.report.summaries import MachineStandings, group_advice
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
-from attnbench.results.sentences import answer, count_notes, counted, describe_not_run, wrong_sentences
+from attnbench.results.sentences import (
+    answer,
+    count_notes,
+    counted,
+    describe_not_run,
+    setback_sentences,
+    wrong_sentences,
+)
+from attnbench.results.standings import setbacks
 from attnbench.run.resume import describe_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
@@ -53,7 +61,7 @@ class PageSection(Struct, frozen=True):
     remarks: list[str]
     """Sentences in place of a headline."""
     wrong: list[str]
-    """A sentence for each implementation with wrong results."""
+    """A sentence for each implementation with wrong results, and for each whose older times a newer run contradicts."""
     not_run: str
     """Number of cells that did not run and why, in one line; empty if all ran."""
     advice: list[Recommendation]
@@ -83,12 +91,13 @@ class Page(Struct, frozen=True):
 
 def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
-    sections = gather(sources)
-    made = [make_cells(section, against) for section in sections]
-    labels = order_labels(cell for cells in made for cell in cells.rows)
-    counts = Counter(section.title for section in sections)
+    known = setbacks(source.run.records for source in sources)
+    made = [(section, make_cells(section, against, known)) for section in gather(sources)]
+    made = [(section, cells) for section, cells in made if cells.rows]
+    labels = order_labels(cell for _, cells in made for cell in cells.rows)
+    counts = Counter(section.title for section, _ in made)
     parts: list[PageSection] = []
-    for section, cells in zip(sections, made):
+    for section, cells in made:
         views = make_views(cells, labels, history_view(history, section, cells, labels))
         runs = ", ".join(sources[place].name for place in section.runs)
         title = section.title if counts[section.title] == 1 else f"{section.title} · {runs}"
@@ -123,7 +132,7 @@ def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Page
     headline = [one for one in advice if one.kind == "overall"]
     before, after = wrong_sentences(standings.newest)
     remarks = [] if headline else [answer(standings, wrong=False)]
-    wrong = [*before, *after]
+    wrong = [*before, *after, *setback_sentences(standings.setbacks)]
     return PageSection(section, title, cells, views, headline, remarks, wrong, describe_not_run(records), advice, notes)
 
 
