@@ -105,7 +105,9 @@ def summary(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "wrong": wrong,
                 "at_most": round(bound, 4),
                 "verdicts": dict(sorted(seen.items())),
-                "machines": sorted({f"{line['device']}, {line['cores']} cores" for line in mine}),
+                "machines": sorted(
+                    {f"{line['device']}, {line['cores']} core{'' if line['cores'] == 1 else 's'}" for line in mine}
+                ),
                 "threads": sorted({str(line["threads"] or "all") for line in mine}),
                 "beside": sorted({line.get("beside", "a loop") for line in mine if condition == "busy"}),
                 "frameworks": dict(sorted(Counter(line["framework"] for line in mine).items())),
