@@ -101,6 +101,19 @@ def test_a_dirty_tree_is_told_of(repository: Repository):
         assert ref.notes == ()
 
 
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_files_at_which_git_was_told_not_to_look_count_as_changed(repository: Repository, flag: str):
+    repository.write("kernel.py", "fast = 1\n")
+    repository.git("add", "kernel.py")
+    repository.commit("kernel")
+    assert changes(repository.path) == []
+    repository.git("update-index", flag, "kernel.py")
+    repository.write("kernel.py", "fast = 0\n")
+    assert changes(repository.path) == ["kernel.py"]
+    (repository.path / "kernel.py").unlink()
+    assert changes(repository.path) == [], "a sparse checkout has no such file to import"
+
+
 def test_pythonpath_is_src_and_root_unless_set(repository: Repository):
     repository.commit("a package", "src/mine/__init__.py", "")
     repository.commit("a library", "lib/other.py", "")

@@ -219,6 +219,20 @@ class TestMerge:
         assert both | two == both | both == both
         assert (two | both).places[0].held_out == (both | one).places[0].held_out == both.places[0].held_out
 
+    def test_what_was_found_about_replaced_choices_goes(self):
+        """Crossings and held-out regrets of a place are of all its entries together."""
+        lost = policies.Regret(mean=1.1, worst=1.3, worst_at="there", shapes=2)
+        crossing = policies.Crossing(track="full", pass_="forward", below="a.b", above="c.d", low=256, high=512)
+        old = policy(entry("a.b", 256), entry("c.d", 512), held_out=lost, crossings=(crossing,), runs=("a",))
+        whole = policy(entry("e.f", 256), entry("e.f", 512), held_out=structs.replace(lost, mean=1.0), runs=("b",))
+        part = policy(entry("e.f", 512), held_out=lost, runs=("b",))
+        assert (old | whole).places[0].crossings == ()
+        assert (old | whole).places[0].held_out == whole.places[0].held_out
+        assert (old | part).places[0].crossings == ()
+        assert (old | part).places[0].held_out is None
+        kept = (old | policy(entry("c.d", 1024), runs=("b",))).places[0]
+        assert (kept.crossings, kept.held_out) == ((crossing,), lost)
+
     def test_the_same_shapes_of_other_runs_count(self):
         lost = policies.Regret(mean=1.1, worst=1.2, worst_at="there", shapes=2)
         one, two = (policy(entry("torch.eager", 256), held_out=lost, runs=(run,)) for run in "ab")

@@ -162,6 +162,18 @@ def test_closing_of_a_lone_implementation():
     assert closing(field({"mine": 1e6})) == "mine is the only one that was ranked, over 1 shape."
 
 
+def test_closing_of_implementations_without_a_common_shape():
+    small, large = workload(128), workload(256)
+    records = [
+        ok("torch.eager", noisy(1e6, 1), on=small),
+        unsupported("torch.flex", "no", small),
+        ok("torch.flex", noisy(1e6, 2), on=large),
+        unsupported("torch.eager", "no", large),
+    ]
+    told = "torch.eager is the only one that was ranked on 1 of 2 shapes; torch.flex wins 1"
+    assert closing(records).startswith(told)
+
+
 def test_closing_when_nothing_is_ok():
     failed = Failed(implementation="b", workload=workload(), reason="raised")
     assert closing([unsupported("a", "no"), failed]) == "Nothing could be measured (1 unsupported, 1 failed)."

@@ -31,6 +31,8 @@ def record(time: Time, **fields: Any) -> Ok:
     [
         ({"samples_ns": (3e6, 0.0, 5e6)}, "samples_ns holds 0"),
         ({"samples_ns": (3e6, -4.0, 5e6)}, "samples_ns holds -4"),
+        ({"samples_ns": (3e6, 1e-20, 5e6)}, "samples_ns holds 1e-20, which is no time of a call"),
+        ({"max_ns": 1e295}, "max_ns holds 1e+295, which is no time of a call"),
         ({"samples_ns": (), "rounds": ()}, "samples_ns is empty"),
         ({"median_ns": float("nan")}, "median_ns holds nan"),
         ({"p99_ns": float("inf")}, "p99_ns holds inf"),

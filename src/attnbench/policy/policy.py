@@ -383,13 +383,17 @@ def pooled(parts: Iterable[Regret]) -> Regret | None:
 
 def _merge_places(old: Place, new: Place) -> Place:
     entries = {entry.at: entry for entry in (*old.entries, *new.entries)}
-    crossings = {(one.track, one.pass_, one.below, one.above): one for one in (*old.crossings, *new.crossings)}
+    # What was found about all entries of the older place holds only while they choose what they did.
+    kept = all(entries[entry.at].use.implementation == entry.use.implementation for entry in old.entries)
+    whole = {entry.at for entry in new.entries}.issuperset(entry.at for entry in old.entries)
+    crossings = (*(old.crossings if kept else ()), *(new.crossings if kept or whole else ()))
+    held_out = _merge_held_out(old, new) if kept else new.held_out if whole else None
     return structs.replace(
         new,
         made=max(old.made, new.made),
         runs=tuple(dict.fromkeys((*old.runs, *new.runs))),
-        held_out=_merge_held_out(old, new),
-        crossings=tuple(crossings.values()),
+        held_out=held_out,
+        crossings=tuple({(one.track, one.pass_, one.below, one.above): one for one in crossings}.values()),
         entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
     )
 

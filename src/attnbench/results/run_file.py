@@ -35,6 +35,8 @@ KERNELS_ONLY = "kernels only"
 """Clock of older records of JAX: device time without copies and fills, for which a call does wait."""
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
+SHORTEST_NS, LONGEST_NS = 1e-3, 1e18
+"""Bounds of times that are read: a picosecond and thirty years. Ratios of others would not fit a float."""
 ROUNDING_NS = 0.06
 """Largest error of rounding: files keep tenths of nanoseconds of a sample."""
 POSITIVE = ("median_ns", "min_ns", "max_ns", "p50_ns", "p95_ns", "p99_ns", "mean_ns")
@@ -404,6 +406,8 @@ def _problem(time: Time) -> str:
     for name, value in [("samples_ns", one) for one in time.samples_ns] + [(n, getattr(time, n)) for n in POSITIVE]:
         if not (isfinite(value) and value > 0):
             return f"{name} holds {value:g}, which is not a positive number of nanoseconds"
+        if not SHORTEST_NS <= value <= LONGEST_NS:
+            return f"{name} holds {value:g}, which is no time of a call in nanoseconds"
     if not (isfinite(time.std_ns) and time.std_ns >= 0):
         return f"std_ns is {time.std_ns:g}, which is not a spread"
     if not time.min_ns <= time.median_ns <= time.max_ns:

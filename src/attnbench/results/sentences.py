@@ -248,7 +248,9 @@ def _comparison(tally: Tally, name: str, other: str | None, called: str = "") ->
     the other names of its kernel."""
     every, called = len(tally.standings), called or name
     if other is None:
-        return f"{called} is the only one that was ranked, over {counted(every, 'shape')}"
+        alone = sum(name in standing.ranked for standing in tally.standings.values())
+        where = f", over {counted(every, 'shape')}" if alone == every else f" on {alone} of {counted(every, 'shape')}"
+        return f"{called} is the only one that was ranked{where}"
     shared = len(tally.pairs(name, other))
     if not shared:
         return f"{called} and {other} were not measured on any common shape"

@@ -117,13 +117,19 @@ def subject(commit: str, folder: Path = HERE) -> str:
 
 
 def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
-    """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could
-    import."""
+    """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could import,
+    and those at which git was told not to look (--assume-unchanged, --skip-worktree)."""
     kind = "all" if untracked else "no"
-    status = ask(folder, "status", "--porcelain", "-z", "--no-renames", f"--untracked-files={kind}")
+    status = ask(
+        folder, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=none", f"--untracked-files={kind}"
+    )
     if status.returncode:
         raise UsageError(f"`git status` failed in {folder}: {last_line(status)}.")
     names = [entry[3:] for entry in status.stdout.split("\0") if entry]
+    flagged = [entry for entry in ask(folder, "ls-files", "-v", "-z").stdout.split("\0") if entry[:1] not in ("", "H")]
+    names += [
+        entry[2:] for entry in flagged if (entry[0].islower() or entry[0] == "S") and (folder / entry[2:]).exists()
+    ]
     return [name for name in names if "__pycache__" not in Path(name).parts]
 
 
