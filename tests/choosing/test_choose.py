@@ -382,6 +382,23 @@ class TestRuns:
         again = CandidateRun("c", "2026-01-03", [timed("torch.a", 1e6)])
         assert choose([*sources, again]).setbacks == ()
 
+    @pytest.mark.parametrize("fields", [
+        {"packages": {"torch": "2.14.0"}}, {"threads": 1}, {"processor": "Intel 6 143"}
+    ], ids=["versions", "threads", "processor"])  # fmt: skip
+    def test_it_is_left_out_where_it_is_incorrect_though_a_newer_run_finds_it_right_elsewhere(self, fields):
+        here = structs.replace(CPU, processor="Intel 6 85")
+        there = structs.replace(here, **fields)
+        wrong = structs.replace(incorrect("torch.a", "wrong"), environment=here)
+
+        def both(at):
+            return [timed("torch.a", 1e6, environment=at), timed("torch.b", 2e6, environment=at)]
+
+        runs = (both(here), [wrong], both(there))
+        found = choose([CandidateRun(str(day), f"2026-01-0{day}", run) for day, run in enumerate(runs, start=1)])
+        picked = [found.policy.choice(workload(), "torch", at) for at in (here, there)]
+        assert [one and one.implementation for one in picked] == ["torch.b", "torch.a"]
+        assert [(one.record, one.right_elsewhere) for one in found.setbacks] == [(runs[0][0], True)]
+
     def test_what_a_newer_run_lost_is_told_where_the_older_decides(self):
         lost = Failed(implementation="torch.a", workload=workload(), reason="boom", environment=CPU)
         old = [timed("torch.a", 1e6), timed("torch.b", 2e6)]

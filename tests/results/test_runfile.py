@@ -48,6 +48,20 @@ def test_what_is_written_is_read_back(written: Written):
     assert run.done == {record.cell.id for record in RECORDS}
 
 
+def test_a_resumed_sitting_dates_its_records(written: Written):
+    """The sitting that began the file has the header's date, and its lines hold none."""
+    writer = RunWriter(written.path, new_header("9", "other"))
+    writer.write([unsupported("torch.fa3", "still needs cuda")])
+    writer.close()
+    lines = [msgspec.json.decode(line) for line in written.path.read_bytes().splitlines()]
+    dates = [line.get("when") for line in lines if line["line"] == "record"]
+    run = read_run(written.path)
+    assert dates == [None, None, None, run.dates[-1]]
+    assert run.dates[:2] == (run.header.created,) * 2
+    assert run.dates[-1] >= run.header.created
+    assert [record.implementation for _, record in run.dated] == ["torch.eager", "mine", "torch.fa3"]
+
+
 def test_path_names_machine_and_suite(written: Written):
     assert written.path.parent.name == "nvidia-h200-sxm"
     assert written.path.name.endswith(".jsonl")

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import Setback, Standing, Standings, setbacks, supersedes
+from attnbench.results.standings import Setback, Standing, Standings, by_date, setbacks, supersedes
 from attnbench.spec import Ok, Record
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -108,6 +108,13 @@ class CandidateRun(Struct, frozen=True):
     name: str
     created: str
     records: Sequence[Record]
+    dates: Sequence[str] = ()
+    """When each record was made; without dates, all of them when the run began."""
+
+    @property
+    def dated(self) -> list[tuple[str, Record]]:
+        """The records, each with the date when it was made."""
+        return list(zip(self.dates or [self.created] * len(self.records), self.records, strict=True))
 
 
 class Ground(Struct, frozen=True):
@@ -141,7 +148,7 @@ def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: 
     grounds: dict[tuple[object, ...], Ground] = {}
     homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
-    known = setbacks(source.records for source in sources)
+    known = setbacks([by_date(one for source in sources for one in source.dated)])
     wrong = {id(one.record) for one in known if one.is_wrong}
     for source in sources:
         records = [record for record in source.records if id(record) not in wrong]

@@ -198,7 +198,8 @@ def read_sources(names: Sequence[str]) -> list[CandidateRun]:
     """Read every run named, each once."""
     from attnbench.choosing.candidates import CandidateRun
 
-    found = [CandidateRun(path.name, run.header.created, run.records) for path, run in read_together(names).items()]
+    read = read_together(names)
+    found = [CandidateRun(path.name, run.header.created, run.records, run.dates) for path, run in read.items()]
     if not any(source.records for source in found):
         raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
     return found

@@ -171,7 +171,7 @@ class TuningSession:
             recorder.writer.close()
             run = read_run(recorder.writer.path)
             self.paths.append(recorder.writer.path)
-            self.sources.append(CandidateRun(recorder.writer.path.name, run.header.created, run.records))
+            self.sources.append(CandidateRun(recorder.writer.path.name, run.header.created, run.records, run.dates))
         return end
 
     @property

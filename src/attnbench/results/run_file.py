@@ -3,6 +3,7 @@
 The format is JSON lines. The first is the header; an environment is written once and records refer to it; records come
 in the order they were made, and a later record of the same cell replaces the earlier one. Anchors of several sittings
 are all kept. A resumed run with another request than the file began with adds a header of its own before its records.
+The records of a resumed run have dates of their own; the others have the date of the first header.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class RecordLine(Struct, frozen=True, omit_defaults=True, tag_field="line", tag=
 
     record: Record
     environment: str | None = None
+    when: str = ""
+    """When the record was written, if that was in a later sitting than the one that began the file."""
 
 
 Line = Header | EnvironmentLine | RecordLine
@@ -86,6 +89,13 @@ class Run(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     added: tuple[Header, ...] = ()
     """Headers of resumed runs with another request than the first."""
+    dates: tuple[str, ...] = ()
+    """When each record was made, in the order of the records: the file's date, or that of the resumed sitting."""
+
+    @property
+    def dated(self) -> list[tuple[str, Record]]:
+        """The records, each with the date when it was made."""
+        return list(zip(self.dates or [self.header.created] * len(self.records), self.records, strict=True))
 
     @property
     def headers(self) -> tuple[Header, ...]:
@@ -130,13 +140,18 @@ def new_header(
     return Header(
         schema=SCHEMA,
         attnbench=version,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=_now(),
         suite=suite,
         request=dict(request or {}),
         seed=seed,
         against=tuple(against),
         sources=dict(sources or {}),
     )
+
+
+def _now() -> str:
+    """Return the date and time of this second, as run files hold them."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class RunWriter:
@@ -160,7 +175,8 @@ class RunWriter:
         except BaseException:
             self._file.close()
             raise
-        if header is not None and self._file.tell() == 0:
+        self._is_resumed = self._file.tell() > 0
+        if header is not None and not self._is_resumed:
             self._append([header])
 
     @classmethod
@@ -177,6 +193,7 @@ class RunWriter:
     def write(self, records: Sequence[Record]) -> None:
         """Append all records of a workload in one write; they are on disk when this returns."""
         lines: list[Line] = []
+        when = _now() if self._is_resumed else ""
         for record in records:
             environment = record.environment
             key = None if environment is None else environment_key(environment)
@@ -189,7 +206,7 @@ class RunWriter:
                 odd = [name for name, value in values.items() if isinstance(value, float) and not isfinite(value)]
                 errors = msgspec.structs.replace(record.errors, **dict.fromkeys(odd, sys.float_info.max))
                 stored = msgspec.structs.replace(stored, errors=errors)
-            lines.append(RecordLine(stored, key))
+            lines.append(RecordLine(stored, key, when))
         self._append(lines)
 
     def close(self) -> None:
@@ -234,7 +251,7 @@ def read_run(path: Path) -> Run:
     warnings = (_torn_warning(path, len(lines) + 1, torn),) if torn else ()
     header, added = _read_header(path, lines[0] if lines else b""), []
     environments: dict[str, Environment] = {}
-    records: dict[tuple[str, str], Record] = {}
+    records: dict[tuple[str, str], tuple[str, Record]] = {}
     for number, text in enumerate(lines[1:], start=2):
         line = _decode(path, number, text)
         if isinstance(line, Header):
@@ -248,8 +265,9 @@ def read_run(path: Path) -> Run:
                 sitting = record.time.sitting  # each sitting of a resumed run has anchors of its own
             key = record.cell.id, sitting
             records.pop(key, None)
-            records[key] = record
-    return Run(header, environments, tuple(records.values()), warnings, tuple(added))
+            records[key] = line.when or header.created, record
+    dates, kept = zip(*records.values(), strict=True) if records else ((), ())
+    return Run(header, environments, kept, warnings, tuple(added), dates)
 
 
 def repair(path: Path) -> str | None:

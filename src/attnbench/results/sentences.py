@@ -300,18 +300,22 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
 def setback_sentences(found: Iterable[Setback]) -> list[str]:
     """Return a sentence per implementation whose older times are left out because a newer run found it incorrect, and
     one per implementation whose older times count though a newer run has none."""
-    groups: dict[tuple[str, bool], dict[str, Setback]] = {}
+    groups: dict[tuple[str, bool, bool], dict[str, Setback]] = {}
     for one in found:
-        groups.setdefault((label(one.record), one.is_wrong), {})[one.record.workload.id] = one
+        groups.setdefault((label(one.record), one.is_wrong, one.right_elsewhere), {})[one.record.workload.id] = one
     sentences = []
-    for (name, is_wrong), shapes in sorted(groups.items(), key=lambda item: not item[0][1]):
+    for (name, is_wrong, right_elsewhere), shapes in sorted(groups.items(), key=lambda item: not item[0][1]):
         newer, on = next(iter(shapes.values())).newer, counted(len(shapes), "shape")
         why = f"{newer.status.replace('_', ' ')}: {shortened(newer.reason).rstrip('.')}"
-        sentences.append(
-            f"{name} is left out on {on}: a newer run found it incorrect."
-            if is_wrong
-            else f"{name} is compared by older times on {on}: a newer run has none ({why})."
-        )
+        if right_elsewhere:
+            text = (
+                f"is left out on {on} with the versions, threads and processor of a newer run that found it incorrect."
+            )
+        elif is_wrong:
+            text = f"is left out on {on}: a newer run found it incorrect."
+        else:
+            text = f"is compared by older times on {on}: a newer run has none ({why})."
+        sentences.append(f"{name} {text}")
     return sentences
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from attnbench.policy import Place, place_of
 from attnbench.results.ratios import ACROSS_RUNS, CONTENDER, RANK_LEVEL, TIE_LIMIT, Ratio, condensed, paired_ratio
 from attnbench.results.records import (
     baseline,
@@ -33,7 +34,7 @@ from attnbench.results.records import (
     sitting_of,
 )
 from attnbench.results.run_file import KERNELS_ONLY
-from attnbench.spec import ONLY_TIMED, Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
+from attnbench.spec import ONLY_TIMED, Environment, Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
 NOT_TIMED = "verified, not timed"
 """Beginning of the note of a record that may be checked but not timed, such as one of an interpreter."""
@@ -279,6 +280,9 @@ class Setback(Struct, frozen=True):
 
     record: Ok
     newer: Incorrect | Failed | OutOfMemory | Timeout
+    right_elsewhere: bool = False
+    """Whether the newer record is incorrect, and a still newer run on the same device, with other versions or threads
+    or on another processor, found the cell right."""
 
     @property
     def is_wrong(self) -> bool:
@@ -286,30 +290,91 @@ class Setback(Struct, frozen=True):
         return isinstance(self.newer, Incorrect)
 
 
+def by_date(dated: Iterable[tuple[str, Record]]) -> list[Record]:
+    """Return records with their dates as records alone, the oldest first; those of one date keep their order."""
+    return [record for _, record in sorted(dated, key=lambda one: one[0])]
+
+
 def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
     """Return the timed records whose cell was found incorrect or was lost later on the same device; `runs` are the
     oldest first.
 
-    A cell is incorrect if its newest record that is right or wrong is: a crash, a timeout and a lack of memory say
-    nothing of its numbers, nor does a check without timing of numbers that were wrong in timed calls only.
+    A cell is incorrect for a record if the verdict of all newer records of the device is, or that of those made with
+    versions, threads and a processor for which the record counts. A crash, a timeout and a lack of memory say nothing
+    of its numbers.
     """
-    verdicts: dict[tuple[str, str], Ok | Incorrect] = {}
+    places = _Places()
+    judged: dict[tuple[str, str], list[Ok | Incorrect]] = {}
     losses: dict[tuple[str, str], Failed | OutOfMemory | Timeout] = {}
     found: list[Setback] = []
     for record in reversed([record for run in runs for record in run if not is_anchor(record)]):
         key = device_of(record), record.cell.id
-        verdict = verdicts.get(key)
-        newer = verdict if isinstance(verdict, Incorrect) else losses.get(key)
-        if is_timed(record) and newer is not None:
-            found.append(Setback(record, newer))
-        if isinstance(record, Failed | OutOfMemory | Timeout):
-            if verdict is None and not getattr(record, "unstarted", False):
-                losses.setdefault(key, record)
-        elif isinstance(record, Ok | Incorrect):
-            unseen = verdict is not None and not is_timed(verdict) and (record.reason or "").startswith(ONLY_TIMED)
-            if verdict is None or unseen:
-                verdicts[key] = record
+        newer = judged.setdefault(key, [])
+        if is_timed(record):
+            whole = _verdict(newer)
+            wrong = whole if isinstance(whole, Incorrect) else _wrong_where_it_counts(record, newer, places)
+            if wrong is not None:
+                found.append(Setback(record, wrong, right_elsewhere=wrong is not whole))
+            elif key in losses:
+                found.append(Setback(record, losses[key]))
+        if isinstance(record, Ok | Incorrect):
+            newer.append(record)
+        elif isinstance(record, Failed | OutOfMemory | Timeout) and not (newer or getattr(record, "unstarted", False)):
+            losses.setdefault(key, record)
     return found[::-1]
+
+
+def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
+    """Return the record that says whether a cell is right, of records with the newest first; None without any.
+
+    That is the newest. If it was checked only and not timed, it is the newest of those that were right or wrong in
+    timed calls, if there are any.
+    """
+    verdict: Ok | Incorrect | None = None
+    for record in judged:
+        if is_timed(record) or (isinstance(record, Incorrect) and (verdict is None or _is_of_timed_calls(record))):
+            return record
+        if verdict is None:
+            verdict = record
+    return verdict
+
+
+def _is_of_timed_calls(record: Incorrect) -> bool:
+    """Return whether a record is incorrect by its timed calls, so that a check without timing says nothing of it."""
+    return record.reason.startswith(ONLY_TIMED)
+
+
+def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: _Places) -> Incorrect | None:
+    """Return the verdict of a place where a timed record would count and its cell is incorrect; None without one."""
+    for one in newer:
+        if isinstance(one, Incorrect) and places.of(record).stale(places.environment(one)) is None:
+            verdict = _verdict(other for other in newer if places.of(other).agrees(places.of(one)))
+            if isinstance(verdict, Incorrect):
+                return verdict
+    return None
+
+
+class _Places:
+    """The places of records as a policy tells them apart, each worked out once for an environment and a framework."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], tuple[Environment, Place]] = {}
+
+    def of(self, record: Record) -> Place:
+        """Return the place of a record."""
+        return self._of(record)[1]
+
+    def environment(self, record: Record) -> Environment:
+        """Return the environment of a record, with the framework that the record ran in."""
+        return self._of(record)[0]
+
+    def _of(self, record: Record) -> tuple[Environment, Place]:
+        key = id(record.environment), framework_of(record)
+        if key not in self._found:
+            made_in = record.environment or Environment(device="", device_name="")
+            environment = structs.replace(made_in, framework=key[1])
+            self._found[key] = environment, place_of(environment)
+        return self._found[key]
 
 
 class Position(Struct, frozen=True):

@@ -33,7 +33,7 @@ from attnbench.results.sentences import (
     setback_sentences,
     wrong_sentences,
 )
-from attnbench.results.standings import setbacks
+from attnbench.results.standings import by_date, setbacks
 from attnbench.run.resume import describe_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
@@ -91,7 +91,7 @@ class Page(Struct, frozen=True):
 
 def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
-    known = setbacks(source.run.records for source in sources)
+    known = setbacks([by_date(one for source in sources for one in source.run.dated)])
     made = [(section, make_cells(section, against, known)) for section in gather(sources)]
     made = [(section, cells) for section, cells in made if cells.rows]
     labels = order_labels(cell for _, cells in made for cell in cells.rows)
