@@ -173,3 +173,26 @@ def test_folders_named_by_an_older_version_still_hold_their_baselines(tmp_path: 
     assert len(update(records(6e6), tmp_path).written) == 1
     (only,) = tmp_path.rglob("*.json")
     assert only.parent.name == "test-cpu-9000-0123456789ab"
+
+
+OLDER, NEWER = (msgspec.structs.replace(HERE, processor=kind) for kind in ("GenuineIntel 6-85", "GenuineIntel 6-207"))
+
+
+def test_two_kinds_of_processor_have_two_baselines(tmp_path: Path):
+    save(records(5e6, OLDER), tmp_path)
+    assert find(tmp_path, NEWER, "torch.sdpa", workload()) is None
+    assert save(records(9e6, NEWER), tmp_path).skipped == ()
+    found = [find(tmp_path, kind, "torch.sdpa", workload()) for kind in (OLDER, NEWER)]
+    assert [one.environment if one else None for one in found] == [OLDER, NEWER]
+    assert len({one.id for one in list_baselines(tmp_path)}) == 2
+
+
+def test_a_folder_that_was_named_without_the_processor_is_found_and_updated(tmp_path: Path):
+    save(records(5e6, OLDER), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    before = folder.rename(tmp_path / folder.name.replace(OLDER.storage_key, OLDER.fingerprint))
+    for kind, is_found in ((OLDER, True), (NEWER, False), (HERE, True)):
+        assert (find(tmp_path, kind, "torch.sdpa", workload()) is not None) == is_found
+    assert [reason[:22] for _, reason in save(records(9e6, OLDER), tmp_path).skipped] == ["already has a baseline"]
+    update(records(9e6, OLDER), tmp_path)
+    assert list(tmp_path.iterdir()) == [before]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -343,3 +344,34 @@ def test_files_and_folders_are_checked_alike(tmp_path: Path):
         for name, told in {"unknown": f"environment of {CELL}", "mixed": "mixes machines"}.items():
             with pytest.raises(UsageError, match=told):
                 gate_stored(baseline, paths[name], lambda *case: 0.05, "inconclusive")
+
+
+def written(path: Path, records: Sequence[Record]) -> Path:
+    RunWriter(path, new_header("0", "s")).write(records)
+    return path
+
+
+def judged(baseline: Path, current: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Return the outcome of a gate, and the status and reason of each case of torch.x."""
+    report = gate_stored(baseline, current, lambda *case: 0.05, "inconclusive")
+    return report.outcome, [(one.status, one.reason) for one in report.cases if one.implementation == "torch.x"]
+
+
+OLDER, NEWER = (replace(CPU, processor=kind) for kind in ("GenuineIntel 6-85 avx512f", "GenuineIntel 6-207 amx_bf16"))
+
+
+def test_two_kinds_of_processor_of_one_name_are_two_machines(tmp_path: Path):
+    assert "processor is GenuineIntel 6-85 avx512f in the baseline and GenuineIntel 6-207" in refusal(
+        run(OLDER), run(NEWER)
+    )
+    assert "mixes machines: processor" in refusal(run(), run(OLDER, NEWER))
+    save(run(OLDER), tmp_path / "kept")
+    ((status, reason),) = judged(tmp_path / "kept", written(tmp_path / "new.jsonl", run(NEWER)))[1]
+    assert (status, "another machine (processor differ)" in reason) == ("no_baseline", True)
+
+
+@pytest.mark.parametrize("before, now", [(CPU, CPU), (CPU, OLDER), (OLDER, CPU), (OLDER, OLDER)])
+def test_an_unknown_processor_agrees_with_any(tmp_path: Path, before: Environment, now: Environment):
+    check_comparable(run(before), run(now))
+    save(run(before), tmp_path / "kept")
+    assert judged(tmp_path / "kept", written(tmp_path / "new.jsonl", run(now)))[0] == "pass"

@@ -46,8 +46,8 @@ class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def id(self) -> str:
-        """Fingerprint, implementation and workload, separated by slashes."""
-        return f"{self.environment.fingerprint}/{self.record.cell.id}"
+        """Storage key of the machine, implementation and workload, separated by slashes."""
+        return f"{self.environment.storage_key}/{self.record.cell.id}"
 
     @property
     def records(self) -> tuple[Ok, ...]:
@@ -130,8 +130,7 @@ def why_missing(folder: Path, environment: Environment, implementation: str, wor
     make = f"make one with `attnbench run --impl {implementation}` at this shape, then `attnbench baseline save latest`"
     if not others:
         return f"there is no baseline for {cell} in {folder}: {make}."
-    here, there = environment.hard_key, others[-1].environment.hard_key
-    differing = [name for name in here if here[name] != there[name]]
+    differing = environment.differing(others[-1].environment)
     if differing == ["harness"]:
         old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
         return f"the baseline for {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
@@ -214,16 +213,16 @@ def _one_per_round(time: Time) -> Time:
 
 
 def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
-    """Return baselines/<machine>-<fingerprint>/<cell>-<digits>.json; digits distinguish cells with similar names."""
+    """Return baselines/<machine>-<storage key>/<cell>-<digits>.json; digits distinguish cells with similar names."""
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
-    return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
+    return folder / f"{slug(environment.device_name)}-{environment.storage_key}" / f"{readable}-{digits}.json"
 
 
 def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
-    """Return the file of a baseline; older versions computed the fingerprint in a folder's name from fewer facts."""
+    """Return the file of a baseline; older versions computed the key in a folder's name from fewer facts."""
     path = _path(folder, environment, cell)
     if path.is_file():
         return path
     elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
-    return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
+    return next((one for one in elsewhere if not environment.differing(read_baseline(one).environment)), None)

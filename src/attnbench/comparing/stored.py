@@ -178,13 +178,10 @@ def _known_environment(record: Ok, run: str, anchors: Sequence[Record]) -> Envir
 
 
 def differences(a: Environment, b: Environment) -> list[str]:
-    """Return the fields of the hard key in which b, the current one, differs from a, each with both values."""
-    old, new = a.hard_key, b.hard_key
-    found = [
-        f"{name} is {_value_text(old[name])} in the baseline and {_value_text(new[name])} in the current run"
-        for name in old
-        if name != "packages" and old[name] != new[name]
-    ]
+    """Return the facts that keep b, the current one, from being compared with a, each with both values."""
+    names = [name for name in a.differing(b) if name != "packages"]
+    values = [(name, *(_value_text(getattr(one, name)) for one in (a, b))) for name in names]
+    found = [f"{name} is {old} in the baseline and {new} in the current run" for name, old, new in values]
     return found + [
         f"package {name} is {a.packages.get(name, 'absent')} in the baseline and "
         f"{b.packages.get(name, 'absent')} in the current run"
