@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -196,3 +197,19 @@ def test_a_folder_that_was_named_without_the_processor_is_found_and_updated(tmp_
     assert [reason[:22] for _, reason in save(records(9e6, OLDER), tmp_path).skipped] == ["already has a baseline"]
     update(records(9e6, OLDER), tmp_path)
     assert list(tmp_path.iterdir()) == [before]
+
+
+@pytest.mark.parametrize("elsewhere", ["cell", "machine"])
+def test_a_file_with_the_name_of_another_baseline_is_broken_until_it_is_updated(tmp_path: Path, elsewhere: str):
+    eager = msgspec.structs.replace(records(6e6)[0], implementation="torch.eager")
+    save([eager, *records()], tmp_path)
+    save(records(environment=OTHER), tmp_path)
+    (asked,) = tmp_path.glob(f"*{HERE.fingerprint}/torch.sdpa*")
+    (copied,) = tmp_path.glob(f"*{HERE.fingerprint}/torch.eager*" if elsewhere == "cell" else f"*{OTHER.fingerprint}/*")
+    asked.write_bytes(copied.read_bytes())
+    told = f"holds the baseline {read_baseline(copied).id}, but is named after {HERE.fingerprint}/torch.sdpa"
+    for read in (lambda: find(tmp_path, HERE, "torch.sdpa", workload()), lambda: save(records(), tmp_path)):
+        with pytest.raises(BrokenFile, match=re.escape(f"{asked}: {told}")):
+            read()
+    update(records(), tmp_path)
+    assert find(tmp_path, HERE, "torch.sdpa", workload()) is not None

@@ -92,7 +92,7 @@ def save(
         made = msgspec.structs.replace(made, source=(sources or {}).get(record.implementation, ""))
         known = _existing(folder, made.environment, record.cell)
         if known is not None and not replace:
-            existing = read_baseline(known)
+            existing = _read_asked(known, made.environment, record.cell)
             when = existing.commit or existing.created
             why = f"already has a baseline ({when}): `attnbench baseline update` replaces it"
             skipped.append((record.cell.id, why))
@@ -119,8 +119,9 @@ def find(
     config: Mapping[str, int | float | str | bool] | None = None,
 ) -> Baseline | None:
     """Return the baseline of a cell on this machine, or None; `why_missing` says what to do then."""
-    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
-    return None if path is None else read_baseline(path)
+    cell = Cell(implementation, workload, dict(config or {}))
+    path = _existing(folder, environment, cell)
+    return None if path is None else _read_asked(path, environment, cell)
 
 
 def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
@@ -226,3 +227,12 @@ def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None
         return path
     elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
     return next((one for one in elsewhere if not environment.differing(read_baseline(one).environment)), None)
+
+
+def _read_asked(path: Path, environment: Environment, cell: Cell) -> Baseline:
+    """Read the file that is named after a cell and a machine; raises BrokenFile if it holds another baseline."""
+    baseline = read_baseline(path)
+    if baseline.record.cell.id != cell.id or environment.differing(baseline.environment):
+        why = f"holds the baseline {baseline.id}, but is named after {environment.storage_key}/{cell.id}"
+        raise BrokenFile(path, None, f"{why}: make it again with `attnbench baseline update RUN`.")
+    return baseline
