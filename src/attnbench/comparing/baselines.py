@@ -124,18 +124,19 @@ def find(
     return None if path is None else _read_asked(path, environment, cell)
 
 
-def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
+def why_missing(folder: Path, environment: Environment | None, implementation: str, workload: Workload) -> str:
     """Return a sentence about a missing baseline, with the commands that make one."""
     cell = f"{implementation}/{workload.id}"
     others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
     make = f"make one with `attnbench run --impl {implementation}` at this shape, then `attnbench baseline save latest`"
     if not others:
         return f"there is no baseline for {cell} in {folder}: {make}."
-    differing = environment.differing(others[-1].environment)
-    if differing == ["harness"]:
+    differing = [] if environment is None else environment.differing(others[-1].environment)
+    if environment is not None and differing == ["harness"]:
         old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
         return f"the baseline for {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
-    return f"the baseline for {cell} in {folder} comes from another machine ({', '.join(differing)} differ): {make}."
+    facts = f" ({', '.join(differing)} differ)" if differing else ""
+    return f"the baseline for {cell} in {folder} comes from another machine{facts}: {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
