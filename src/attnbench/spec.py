@@ -216,7 +216,7 @@ DIRTY = "+dirty"
 
 
 class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The machine and software that a cell runs on; `hard_key` decides whether two absolute times may be compared."""
+    """The machine and software that a cell runs on; `differing` decides whether two absolute times may be compared."""
 
     device: str
     """Kind of device: cpu, cuda, rocm, xpu, mps or tpu."""
@@ -257,21 +257,32 @@ class Environment(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def hard_key(self) -> Mapping[str, object]:
-        """Facts that may not differ between two runs whose times are compared."""
+        """Facts that every record has and that may not differ between two runs whose times are compared."""
         machine = ("device", "device_name", "capability", "cpu", "cores", "threads")
         names = (*machine, "python", "system", "driver", "harness")
         return {name: getattr(self, name) for name in names} | {"packages": dict(sorted(self.packages.items()))}
 
+    def differing(self, other: Environment) -> list[str]:
+        """Return the names of the facts that keep times of two environments from being compared: those of `hard_key`,
+        and the kind of the processor if both know it."""
+        mine, theirs = self.hard_key, other.hard_key
+        kinds = {self.processor, other.processor} - {""}
+        return [name for name in mine if mine[name] != theirs[name]] + ["processor"] * (len(kinds) > 1)
+
     def agrees(self, other: Environment) -> bool:
-        """Return whether `hard_key` agrees, apart from packages that only one of the two environments has."""
-        mine, theirs = dict(self.hard_key), dict(other.hard_key)
-        del mine["packages"], theirs["packages"]
-        return mine == theirs and not other_versions(self.packages, other.packages)
+        """Return whether nothing in `differing` does, apart from packages that only one of the two environments has."""
+        return set(self.differing(other)) <= {"packages"} and not other_versions(self.packages, other.packages)
 
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits over `hard_key`."""
         return hashlib.sha256(msgspec.json.encode(self.hard_key, order="sorted")).hexdigest()[:12]
+
+    @property
+    def storage_key(self) -> str:
+        """Fingerprint, and six digits over the kind of the processor if it is known, for the names of stored files."""
+        digits = hashlib.sha256(self.processor.encode()).hexdigest()[:6]
+        return f"{self.fingerprint}-{digits}" if self.processor else self.fingerprint
 
 
 class Implementation(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -173,3 +174,42 @@ def test_folders_named_by_an_older_version_still_hold_their_baselines(tmp_path: 
     assert len(update(records(6e6), tmp_path).written) == 1
     (only,) = tmp_path.rglob("*.json")
     assert only.parent.name == "test-cpu-9000-0123456789ab"
+
+
+OLDER, NEWER = (msgspec.structs.replace(HERE, processor=kind) for kind in ("GenuineIntel 6-85", "GenuineIntel 6-207"))
+
+
+def test_two_kinds_of_processor_have_two_baselines(tmp_path: Path):
+    save(records(5e6, OLDER), tmp_path)
+    assert find(tmp_path, NEWER, "torch.sdpa", workload()) is None
+    assert save(records(9e6, NEWER), tmp_path).skipped == ()
+    found = [find(tmp_path, kind, "torch.sdpa", workload()) for kind in (OLDER, NEWER)]
+    assert [one.environment if one else None for one in found] == [OLDER, NEWER]
+    assert len({one.id for one in list_baselines(tmp_path)}) == 2
+
+
+def test_a_folder_that_was_named_without_the_processor_is_found_and_updated(tmp_path: Path):
+    save(records(5e6, OLDER), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    before = folder.rename(tmp_path / folder.name.replace(OLDER.storage_key, OLDER.fingerprint))
+    for kind, is_found in ((OLDER, True), (NEWER, False), (HERE, True)):
+        assert (find(tmp_path, kind, "torch.sdpa", workload()) is not None) == is_found
+    assert [reason[:22] for _, reason in save(records(9e6, OLDER), tmp_path).skipped] == ["already has a baseline"]
+    update(records(9e6, OLDER), tmp_path)
+    assert list(tmp_path.iterdir()) == [before]
+
+
+@pytest.mark.parametrize("elsewhere", ["cell", "machine"])
+def test_a_file_with_the_name_of_another_baseline_is_broken_until_it_is_updated(tmp_path: Path, elsewhere: str):
+    eager = msgspec.structs.replace(records(6e6)[0], implementation="torch.eager")
+    save([eager, *records()], tmp_path)
+    save(records(environment=OTHER), tmp_path)
+    (asked,) = tmp_path.glob(f"*{HERE.fingerprint}/torch.sdpa*")
+    (copied,) = tmp_path.glob(f"*{HERE.fingerprint}/torch.eager*" if elsewhere == "cell" else f"*{OTHER.fingerprint}/*")
+    asked.write_bytes(copied.read_bytes())
+    told = f"holds the baseline {read_baseline(copied).id}, but is named after {HERE.fingerprint}/torch.sdpa"
+    for read in (lambda: find(tmp_path, HERE, "torch.sdpa", workload()), lambda: save(records(), tmp_path)):
+        with pytest.raises(BrokenFile, match=re.escape(f"{asked}: {told}")):
+            read()
+    update(records(), tmp_path)
+    assert find(tmp_path, HERE, "torch.sdpa", workload()) is not None

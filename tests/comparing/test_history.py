@@ -99,6 +99,18 @@ def test_another_fingerprint_or_clock_starts_another_series():
     assert len({one.key.fingerprint for one in series}) == 2
 
 
+def test_another_kind_of_processor_starts_another_series():
+    """Take an unknown kind for the only known one; of several it may be any."""
+    old, new = "GenuineIntel 6-85", "GenuineIntel 6-207"
+    runs = [source(commit, 1e6, processor=old) for commit in "abc"] + [source("d", 1e6, processor="")]
+    (series,), _ = gather(runs)
+    assert (series.key.processor, len(series.points)) == (old, 4)
+    apart, _ = gather([*runs, *(source(commit, 2e6, processor=new) for commit in "ef")])
+    assert {one.key.processor: len(one.points) for one in apart} == {old: 3, "": 1, new: 2}
+    machines = {row["machine"].partition(f"{CPU.fingerprint} ")[2] for row in _rows([Trend(one, ()) for one in apart])}
+    assert machines == {old, new, "unknown processor"}
+
+
 def test_another_attnbench_starts_another_series():
     """What it calls a time may be something else: a step there is none of the code."""
     runs = [source(commit, 1e6, harness="0.1.0") for commit in "ab"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from attnbench.comparing.stored import cases_of_runs, check_comparable, compare_
 from attnbench.comparison import Case, Comparison
 from attnbench.errors import UsageError
 from attnbench.results.run_file import RunWriter, new_header
-from attnbench.spec import Environment, Memory, Ok, Record, VerifiedAt
+from attnbench.spec import Environment, Failed, Incorrect, Memory, Ok, Record, Unsupported, VerifiedAt
 
 SHAPES = {"anchor.matmul": {"size": 512}, "anchor.copy": {"bytes": 1 << 25}}
 
@@ -343,3 +344,73 @@ def test_files_and_folders_are_checked_alike(tmp_path: Path):
         for name, told in {"unknown": f"environment of {CELL}", "mixed": "mixes machines"}.items():
             with pytest.raises(UsageError, match=told):
                 gate_stored(baseline, paths[name], lambda *case: 0.05, "inconclusive")
+
+
+def written(path: Path, records: Sequence[Record]) -> Path:
+    RunWriter(path, new_header("0", "s")).write(records)
+    return path
+
+
+def judged(baseline: Path, current: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Return the outcome of a gate, and the status and reason of each case of torch.x."""
+    report = gate_stored(baseline, current, lambda *case: 0.05, "inconclusive")
+    return report.outcome, [(one.status, one.reason) for one in report.cases if one.implementation == "torch.x"]
+
+
+@pytest.mark.parametrize("kind", [Failed, Incorrect, Unsupported])
+@pytest.mark.parametrize("beside", ["another framework", "older packages", "nothing"])
+def test_a_worker_that_never_started_is_broken_against_a_file_and_against_a_folder(
+    tmp_path: Path, kind: type[Failed | Incorrect | Unsupported], beside: str
+):
+    """Find the baseline of a record that names no environment by its cell, among those of this machine."""
+    numpy = replace(CPU, framework="numpy", packages={"numpy": "2"}, threads=1)
+    here = CPU if beside == "older packages" else numpy
+    other = [replace(one, environment=here) for one in (cell(seed=11, name="numpy.x"), *anchors())]
+    old = [*run(replace(CPU, packages={"torch": "2.12"}) if beside == "older packages" else CPU), other[0]]
+    save(old, tmp_path / "kept")
+    why = kind(implementation="torch.x", workload=workload(), reason="no worker could be started")
+    current = written(tmp_path / "new.jsonl", [why, *(() if beside == "nothing" else other)])
+    told = [("wrong", f"{why.status}: no worker could be started")]
+    assert judged(tmp_path / "kept", current) == ("fail", told)
+    if beside != "older packages":
+        assert judged(written(tmp_path / "old.jsonl", old), current) == ("fail", told)
+
+
+def test_a_record_without_environment_needs_a_baseline_of_this_machine_unless_it_is_incorrect(tmp_path: Path):
+    save(run(OTHER), tmp_path / "kept")
+    facts = {"implementation": "torch.x", "workload": workload(), "reason": "off"}
+    found = {
+        kind: judged(tmp_path / "kept", written(tmp_path / f"{kind.__name__}.jsonl", [kind(**facts), *anchors()]))
+        for kind in (Failed, Incorrect, Unsupported)
+    }
+    assert found[Incorrect] == ("fail", [("wrong", "incorrect: off")])
+    assert [status for status, _ in found[Failed][1]] == ["no_baseline"]
+    assert found[Unsupported] == ("nothing", [])
+
+
+def test_baselines_of_a_framework_that_the_run_lacks_are_missing(tmp_path: Path):
+    save(run(), tmp_path / "kept")
+    numpy = replace(CPU, framework="numpy", packages={"numpy": "2"}, threads=1)
+    other = [replace(one, environment=numpy) for one in (cell(name="numpy.x"), *anchors())]
+    _, found = judged(tmp_path / "kept", written(tmp_path / "new.jsonl", other))
+    assert [status for status, _ in found] == ["missing"]
+
+
+OLDER, NEWER = (replace(CPU, processor=kind) for kind in ("GenuineIntel 6-85 avx512f", "GenuineIntel 6-207 amx_bf16"))
+
+
+def test_two_kinds_of_processor_of_one_name_are_two_machines(tmp_path: Path):
+    assert "processor is GenuineIntel 6-85 avx512f in the baseline and GenuineIntel 6-207" in refusal(
+        run(OLDER), run(NEWER)
+    )
+    assert "mixes machines: processor" in refusal(run(), run(OLDER, NEWER))
+    save(run(OLDER), tmp_path / "kept")
+    ((status, reason),) = judged(tmp_path / "kept", written(tmp_path / "new.jsonl", run(NEWER)))[1]
+    assert (status, "another machine (processor differ)" in reason) == ("no_baseline", True)
+
+
+@pytest.mark.parametrize("before, now", [(CPU, CPU), (CPU, OLDER), (OLDER, CPU), (OLDER, OLDER)])
+def test_an_unknown_processor_agrees_with_any(tmp_path: Path, before: Environment, now: Environment):
+    check_comparable(run(before), run(now))
+    save(run(before), tmp_path / "kept")
+    assert judged(tmp_path / "kept", written(tmp_path / "new.jsonl", run(now)))[0] == "pass"

@@ -120,9 +120,11 @@ class TestReasons:
         assert view_of(step_history()).note.endswith("1 of 2 cells changed by 2 % or more.")
 
 
-def test_a_history_belongs_to_its_machine():
-    here = step_history(4, 2)
-    runs = [*here, *(moved(run, cores=9) for run in here)]
+@pytest.mark.parametrize(
+    "fact, here, there", [("cores", 2, 9), ("processor", "GenuineIntel 6-85", "GenuineIntel 6-207")]
+)
+def test_a_history_belongs_to_its_machine(fact: str, here: object, there: object):
+    runs = [moved(run, **{fact: value}) for value in (here, there) for run in step_history(4, 2)]
     page = compose(runs, history=find_history(runs, {}))
     assert len(page.parts) == 2
     for part in page.parts:

@@ -36,6 +36,13 @@ class TestSections:
         other = msgspec.structs.replace(JAX, device_name="Other", cpu="Other")
         assert len(gather([source(timed("torch.sdpa", 1e6), timed("jax.xla", 1e6, environment=other))])) == 2
 
+    def test_two_kinds_of_processor_start_two_sections_and_an_unknown_one_none(self):
+        old, new = (
+            msgspec.structs.replace(CPU, processor=kind) for kind in ("GenuineIntel 6-85", "GenuineIntel 6-207")
+        )
+        first, second, unknown = (source(timed("torch.sdpa", 1e6, environment=one)) for one in (old, new, CPU))
+        assert [len(gather(two)) for two in ([first, second], [first, unknown], [unknown, second])] == [2, 1, 1]
+
     def test_what_differs_within_a_section_is_told_of_each(self):
         first = msgspec.structs.replace(CPU, commit="0000000")
         later = msgspec.structs.replace(CPU, commit="abc1234", variables={"OMP_NUM_THREADS": "1"})

@@ -90,6 +90,7 @@ def test_ceilings_are_kept_per_environment_and_dtype(cache):
     assert load_ceilings(HERE, "float32") == Ceilings(1e12, 1e11, 1 << 20)
     assert load_ceilings(HERE, "bfloat16") is None
     assert load_ceilings(msgspec.structs.replace(HERE, packages={"numpy": "2.1"}), "float32") is None
+    assert load_ceilings(msgspec.structs.replace(HERE, processor="GenuineIntel 6-85"), "float32") is None
 
 
 def test_a_broken_or_unwritable_cache_costs_a_measurement_and_nothing_else(cache):

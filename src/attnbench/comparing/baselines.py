@@ -46,8 +46,8 @@ class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def id(self) -> str:
-        """Fingerprint, implementation and workload, separated by slashes."""
-        return f"{self.environment.fingerprint}/{self.record.cell.id}"
+        """Storage key of the machine, implementation and workload, separated by slashes."""
+        return f"{self.environment.storage_key}/{self.record.cell.id}"
 
     @property
     def records(self) -> tuple[Ok, ...]:
@@ -92,7 +92,7 @@ def save(
         made = msgspec.structs.replace(made, source=(sources or {}).get(record.implementation, ""))
         known = _existing(folder, made.environment, record.cell)
         if known is not None and not replace:
-            existing = read_baseline(known)
+            existing = _read_asked(known, made.environment, record.cell)
             when = existing.commit or existing.created
             why = f"already has a baseline ({when}): `attnbench baseline update` replaces it"
             skipped.append((record.cell.id, why))
@@ -119,23 +119,24 @@ def find(
     config: Mapping[str, int | float | str | bool] | None = None,
 ) -> Baseline | None:
     """Return the baseline of a cell on this machine, or None; `why_missing` says what to do then."""
-    path = _existing(folder, environment, Cell(implementation, workload, dict(config or {})))
-    return None if path is None else read_baseline(path)
+    cell = Cell(implementation, workload, dict(config or {}))
+    path = _existing(folder, environment, cell)
+    return None if path is None else _read_asked(path, environment, cell)
 
 
-def why_missing(folder: Path, environment: Environment, implementation: str, workload: Workload) -> str:
+def why_missing(folder: Path, environment: Environment | None, implementation: str, workload: Workload) -> str:
     """Return a sentence about a missing baseline, with the commands that make one."""
     cell = f"{implementation}/{workload.id}"
     others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
     make = f"make one with `attnbench run --impl {implementation}` at this shape, then `attnbench baseline save latest`"
     if not others:
         return f"there is no baseline for {cell} in {folder}: {make}."
-    here, there = environment.hard_key, others[-1].environment.hard_key
-    differing = [name for name in here if here[name] != there[name]]
-    if differing == ["harness"]:
+    differing = [] if environment is None else environment.differing(others[-1].environment)
+    if environment is not None and differing == ["harness"]:
         old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
         return f"the baseline for {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
-    return f"the baseline for {cell} in {folder} comes from another machine ({', '.join(differing)} differ): {make}."
+    facts = f" ({', '.join(differing)} differ)" if differing else ""
+    return f"the baseline for {cell} in {folder} comes from another machine{facts}: {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
@@ -214,16 +215,25 @@ def _one_per_round(time: Time) -> Time:
 
 
 def _path(folder: Path, environment: Environment, cell: Cell) -> Path:
-    """Return baselines/<machine>-<fingerprint>/<cell>-<digits>.json; digits distinguish cells with similar names."""
+    """Return baselines/<machine>-<storage key>/<cell>-<digits>.json; digits distinguish cells with similar names."""
     readable = re.sub(r"[^A-Za-z0-9._=+-]+", "_", cell.id)[:120]
     digits = hashlib.sha256(cell.id.encode()).hexdigest()[:6]
-    return folder / f"{slug(environment.device_name)}-{environment.fingerprint}" / f"{readable}-{digits}.json"
+    return folder / f"{slug(environment.device_name)}-{environment.storage_key}" / f"{readable}-{digits}.json"
 
 
 def _existing(folder: Path, environment: Environment, cell: Cell) -> Path | None:
-    """Return the file of a baseline; older versions computed the fingerprint in a folder's name from fewer facts."""
+    """Return the file of a baseline; older versions computed the key in a folder's name from fewer facts."""
     path = _path(folder, environment, cell)
     if path.is_file():
         return path
     elsewhere = (one for one in sorted(folder.glob(f"*/{glob.escape(path.name)}")) if _looks_like_baseline(one))
-    return next((one for one in elsewhere if read_baseline(one).environment.hard_key == environment.hard_key), None)
+    return next((one for one in elsewhere if not environment.differing(read_baseline(one).environment)), None)
+
+
+def _read_asked(path: Path, environment: Environment, cell: Cell) -> Baseline:
+    """Read the file that is named after a cell and a machine; raises BrokenFile if it holds another baseline."""
+    baseline = read_baseline(path)
+    if baseline.record.cell.id != cell.id or environment.differing(baseline.environment):
+        why = f"holds the baseline {baseline.id}, but is named after {environment.storage_key}/{cell.id}"
+        raise BrokenFile(path, None, f"{why}: make it again with `attnbench baseline update RUN`.")
+    return baseline

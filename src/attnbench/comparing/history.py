@@ -78,6 +78,8 @@ class Key(Struct, frozen=True, kw_only=True):
     workload: str
     fingerprint: str
     """Fingerprint of the machine and its libraries."""
+    processor: str = ""
+    """Kind of the processor; empty if it is not known, or if runs on several kinds have the same fingerprint."""
     clock: str
     anchors: str
     """Fingerprint and clock of the anchors, which run in the worker of the first cell."""
@@ -136,7 +138,7 @@ def gather(
     measured: dict[Key, list[tuple[CommitPoint, Ok]]] = {}
     excluded: list[Excluded] = []
     sources = list(sources)
-    places = _spelled_alike(sources)
+    places, kinds = _spelled_alike(sources), _only_processors(sources)
     for source in sources:
         for record in source.records:
             if not is_timed(record) or is_anchor(record):
@@ -146,7 +148,8 @@ def gather(
                 excluded.append(Excluded(record.cell.id, source.created, point))
             else:
                 place = places[record.implementation][source.places.get(record.implementation, "")]
-                key = structs.replace(point[0], source=place)
+                kind = point[0].processor or kinds.get(point[0].fingerprint, "")
+                key = structs.replace(point[0], source=place, processor=kind)
                 measured.setdefault(key, []).append((point[1], record))
     series = [_series(key, points, order or {}, per_run) for key, points in measured.items()]
     return sorted(series, key=lambda one: (one.key.workload, one.key.implementation)), excluded
@@ -170,6 +173,16 @@ def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
     return alike
 
 
+def _only_processors(sources: Sequence[HistoryFile]) -> dict[str, str]:
+    """Return for each fingerprint the only known kind of processor, which an unknown one is taken for."""
+    kinds: dict[str, set[str]] = {}
+    for source in sources:
+        for environment in (record.environment for record in source.records):
+            if environment is not None and environment.processor:
+                kinds.setdefault(environment.fingerprint, set()).add(environment.processor)
+    return {fingerprint: found.pop() for fingerprint, found in kinds.items() if len(found) == 1}
+
+
 def _point(record: Ok, source: HistoryFile) -> tuple[Key, CommitPoint] | str:
     environment, time = record.environment, record.time
     assert time is not None
@@ -185,6 +198,7 @@ def _point(record: Ok, source: HistoryFile) -> tuple[Key, CommitPoint] | str:
         implementation=label(record),
         workload=record.workload.id,
         fingerprint=environment.fingerprint,
+        processor=environment.processor,
         clock=time.clock,
         anchors=f"{first.environment.fingerprint if first.environment else ''} {times[0].clock}",
     )
@@ -301,7 +315,8 @@ def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[
 
 
 def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
-    several = len({trend.series.key.fingerprint for trend in trends}) > 1
+    machines = {(trend.series.key.fingerprint, trend.series.key.processor) for trend in trends}
+    alike = len({fingerprint for fingerprint, _ in machines}) < len(machines)
     places = {(trend.series.key.implementation, trend.series.key.source) for trend in trends}
     namesakes = len({name for name, _ in places}) < len(places)
     return [
@@ -309,7 +324,7 @@ def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
             "implementation": trend.series.key.implementation,
             **({"source": trend.series.key.source} if namesakes else {}),
             "workload": trend.series.key.workload,
-            **({"machine": f"{trend.series.machine} {trend.series.key.fingerprint}"} if several else {}),
+            **({"machine": _machine_text(trend.series, alike)} if len(machines) > 1 else {}),
             "commits": _commit_count(trend),
             "history": sparkline([point.value for point in trend.series.points]),
             "x anchors": significant(exp(trend.series.points[-1].value)),
@@ -317,6 +332,11 @@ def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
         }
         for trend in trends
     ]
+
+
+def _machine_text(series: CommitSeries, with_processor: bool) -> str:
+    kind = (series.key.processor or "unknown processor") if with_processor else ""
+    return " ".join(filter(None, (series.machine, series.key.fingerprint, kind)))
 
 
 def _commit_count(trend: Trend) -> str:

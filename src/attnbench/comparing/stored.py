@@ -6,7 +6,7 @@ with it. As the anchors drift too, both must agree, and the floor is higher than
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import erfc, exp, log, log1p, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
+from attnbench.comparing.baselines import Baseline, list_baselines, why_missing
 from attnbench.comparing.baselines import find as find_baseline
-from attnbench.comparing.baselines import list_baselines, why_missing
 from attnbench.comparing.gate_cases import Floors, OnInconclusive, case_of, geomean, judge, with_holm
 from attnbench.comparing.statistics import SES_TO_DETECT, clears
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, GateReport, Verdict
@@ -83,19 +83,16 @@ def _other_function_text(before: str, now: str) -> str:
 
 def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
     cases: list[Case] = []
-    cells = [one for one in run.records if not is_anchor(one)]
-    records = [one for one in cells if one.environment is not None]
-    homeless = next((one for one in cells if one.environment is None and isinstance(one, Ok)), None)
+    records = [one for one in run.records if not is_anchor(one)]
+    homeless = next((one for one in records if one.environment is None and isinstance(one, Ok)), None)
     if homeless is not None:
         raise UsageError(
             f"the environment of {homeless.cell.id} in the current run is unknown, so its baseline cannot be found: "
             "measure it again with `attnbench run`."
         )
-    sources = sources_of(run)
+    sources, kept = sources_of(run), _kept_here(folder, run.records)
     for record in records:
-        assert record.environment is not None
-        cell = (folder, record.environment, record.implementation, record.workload)
-        found, other = find_baseline(*cell, config=record.config), ""
+        found, other = _baseline_of(record, folder, kept), ""
         source = sources.get(record.implementation, "")
         if found is not None and not one_source(found.source, source):
             found, other = None, _other_function_text(found.source, source)
@@ -103,21 +100,38 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             continue
         beside = [one for one in run.records if one.workload == record.workload]
         anchors = [one for one in beside if is_anchor(one)]
-        if found is not None:
+        if found is not None and record.environment is not None:
             check_comparable(found.records, [record, *anchors])
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
         if found is None and case.status != "wrong":
-            case = replace(case, status="no_baseline", reason=other or why_missing(*cell))
+            why = other or why_missing(folder, record.environment, record.implementation, record.workload)
+            case = replace(case, status="no_baseline", reason=why)
         cases.append(case)
-    return [*_corrected(cases), *_not_run(folder, records)]
+    return [*_corrected(cases), *_not_run([one.record for one in kept.values()], records)]
 
 
-def _not_run(folder: Path, records: Sequence[Record]) -> list[Case]:
+def _kept_here(folder: Path, records: Sequence[Record]) -> dict[str, Baseline]:
+    """Return the baselines of the machine that a run was made on by their cells, whatever software they were measured
+    with; all of the folder if the run does not know where it was made."""
+    known = [one.environment for one in records if one.environment is not None]
+    return {
+        one.record.cell.id: one
+        for one in list_baselines(folder)
+        if not known or not all(machine_differences(one.environment, here) for here in known)
+    }
+
+
+def _baseline_of(record: Record, folder: Path, kept: Mapping[str, Baseline]) -> Baseline | None:
+    """Return the baseline of a record; by its cell alone if its worker was lost before it named its environment."""
+    if record.environment is None:
+        return kept.get(record.cell.id)
+    return find_baseline(folder, record.environment, record.implementation, record.workload, config=record.config)
+
+
+def _not_run(kept: Sequence[Record], records: Sequence[Record]) -> list[Case]:
     """Return cases for baselines of this machine that the run lacks: missing if the run has their workload, else not
     measured."""
-    here = {one.environment.fingerprint for one in records if one.environment is not None}
     measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
-    kept = [one.record for one in list_baselines(folder) if one.environment.fingerprint in here]
     return [
         Case(
             implementation=record.implementation,
@@ -178,13 +192,10 @@ def _known_environment(record: Ok, run: str, anchors: Sequence[Record]) -> Envir
 
 
 def differences(a: Environment, b: Environment) -> list[str]:
-    """Return the fields of the hard key in which b, the current one, differs from a, each with both values."""
-    old, new = a.hard_key, b.hard_key
-    found = [
-        f"{name} is {_value_text(old[name])} in the baseline and {_value_text(new[name])} in the current run"
-        for name in old
-        if name != "packages" and old[name] != new[name]
-    ]
+    """Return the facts that keep b, the current one, from being compared with a, each with both values."""
+    names = [name for name in a.differing(b) if name != "packages"]
+    values = [(name, *(_value_text(getattr(one, name)) for one in (a, b))) for name in names]
+    found = [f"{name} is {old} in the baseline and {new} in the current run" for name, old, new in values]
     return found + [
         f"package {name} is {a.packages.get(name, 'absent')} in the baseline and "
         f"{b.packages.get(name, 'absent')} in the current run"

@@ -15,6 +15,9 @@ ANCHOR = "anchor."
 BASELINES = ("torch.eager", "jax.einsum", "numpy.float32")
 """Plain implementation of each framework, the first that was timed being the baseline."""
 
+MACHINE = ("device_name", "cpu", "processor", "cores")
+"""Facts that tell machines apart."""
+
 
 def label(record: Record | Cell) -> str:
     """Return the name in tables: the implementation, with its tunables if they are not the default."""
@@ -134,12 +137,10 @@ def is_one_machine(a: Record, b: Record) -> bool:
     goes with none that does."""
     if a.environment is None or b.environment is None:
         return a.environment is b.environment
-    return not machine_differences(a.environment, b.environment, ("device_name", "cpu", "cores", "threads"))
+    return not machine_differences(a.environment, b.environment, (*MACHINE, "threads"))
 
 
-def machine_differences(
-    a: Environment, b: Environment, fields: Sequence[str] = ("device_name", "cpu", "cores")
-) -> list[str]:
+def machine_differences(a: Environment, b: Environment, fields: Sequence[str] = MACHINE) -> list[str]:
     """Return the fields in which two environments cannot be of one machine: known in both, and not the same. Devices of
     two kinds may be in one machine, so that their names are not compared."""
     asked = [name for name in fields if name != "device_name" or a.device == b.device]

@@ -340,7 +340,7 @@ def _best(a: Ceilings | None, b: Ceilings | None) -> Ceilings | None:
 
 
 def _file(environment: Environment, dtype: str) -> Path:
-    return cache_folder() / f"ceilings-{environment.framework}-{environment.fingerprint}-{dtype}.json"
+    return cache_folder() / f"ceilings-{environment.framework}-{environment.storage_key}-{dtype}.json"
 
 
 def load_ceilings(environment: Environment, dtype: str) -> Ceilings | None:

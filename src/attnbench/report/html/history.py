@@ -17,6 +17,7 @@ from attnbench.comparing.history import (
     Commits,
     Excluded,
     HistoryFile,
+    Key,
     Trend,
     detector_missing,
     find_changes,
@@ -67,8 +68,13 @@ def find_history(
 
 def of_section(history: History, section: Section) -> list[Trend]:
     """Return the trends whose cells ran where the section did."""
-    here = {environment.fingerprint for environment in section.environments.values()}
-    return [trend for trend in history.trends if trend.series.key.fingerprint in here]
+    here = section.environments.values()
+
+    def is_here(key: Key) -> bool:
+        kinds = {one.processor for one in here if one.fingerprint == key.fingerprint}
+        return bool(kinds) and ("" in kinds or key.processor in ("", *kinds))
+
+    return [trend for trend in history.trends if is_here(trend.series.key)]
 
 
 def explain_no_history(history: History, section: Section) -> str:

@@ -14,7 +14,7 @@ from attnbench.results.records import is_anchor, is_timed
 from attnbench.results.run_file import Run
 from attnbench.spec import Environment, Record, Workload
 
-MACHINE = ("device", "device_name", "capability", "cpu", "cores", "driver", "system")
+MACHINE = ("device", "device_name", "capability", "cpu", "processor", "cores", "driver", "system")
 DIGEST = re.compile(r"[-+][0-9a-f]{8}\b")
 """Part of an id that distinguishes masks made of arrays, and says nothing to a reader."""
 
