@@ -65,7 +65,7 @@ class CommitPoint(Struct, frozen=True, kw_only=True):
     commit: str
     """Commit of the runs; empty if it is not known, or if the tree had changes that no commit has."""
     created: str
-    """Time of the latest run."""
+    """Time of the oldest run: a commit that is measured again later is no newer for it."""
     value: float
     """Median over the commit's runs."""
     runs: int = 1
@@ -130,8 +130,9 @@ def gather(
 ) -> tuple[list[CommitSeries], list[Excluded]]:
     """Return the series of every timed cell, and the records that are left out.
 
-    `order` is each commit's place in the history; without it, points are ordered by time. A commit is one point, the
-    median of its runs; with `per_run` every run is a point.
+    `order` is each commit's place in the history. A run whose commit has no place there comes after the last commit
+    that had been measured by then, so that without any `order` the points are ordered by time. A commit is one point,
+    the median of its runs; with `per_run` every run is a point.
     """
     measured: dict[Key, list[tuple[CommitPoint, Ok]]] = {}
     excluded: list[Excluded] = []
@@ -199,9 +200,20 @@ def _series(key: Key, found: Sequence[tuple[CommitPoint, Ok]], order: Mapping[st
     # Each run counts once: a baseline has the value of the run it was made of; two runs of one second differ in theirs.
     points = list({(point.commit, point.created, point.value): point for point, _ in found}.values())
     points = points if per_run else _per_commit(points)
-    known = all(point.commit in order for point in points)
-    points.sort(key=lambda point: (order[point.commit] if known else 0, point.created))
+    points = _in_order(points, order)
     return CommitSeries(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
+
+
+def _in_order(points: Iterable[CommitPoint], order: Mapping[str, int]) -> list[CommitPoint]:
+    """Return the points by the place of their commit, the others behind the last commit measured before them."""
+    by_time = sorted(points, key=lambda point: point.created)
+    placed: list[tuple[int, bool, CommitPoint]] = []
+    latest = -1
+    for point in by_time:
+        unknown = point.commit not in order
+        latest = latest if unknown else max(latest, order[point.commit])
+        placed.append((latest if unknown else order[point.commit], unknown, point))
+    return [point for _, _, point in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
@@ -212,7 +224,7 @@ def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
     return [
         CommitPoint(
             commit=group[0].commit,
-            created=max(point.created for point in group),
+            created=min(point.created for point in group),
             value=median(point.value for point in group),
             runs=len(group),
         )
