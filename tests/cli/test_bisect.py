@@ -127,6 +127,30 @@ def test_a_good_one_on_a_side_branch_is_told_of(bench: Bench, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "side is not an ancestor of main" in err
     assert '"step 6"' in out
+    refs = [bench.repository.git("rev-parse", name) for name in ("side", "v1", "main")]
+    assert bench.asked[:2] == [(refs[0], refs[2]), (refs[1], refs[2])]
+    assert {good for good, _ in bench.asked[1:]} == {refs[1]}
+
+
+@pytest.mark.parametrize(
+    "since_fork,code,words",
+    [("same", 1, "No commit of side is to blame"), ("inconclusive", 4, "no commit was searched for")],
+)
+def test_a_branch_that_lacks_what_made_the_good_one_faster_is_not_to_blame(
+    bench: Bench, capsys: pytest.CaptureFixture[str], since_fork: str, code: int, words: str
+):
+    git = bench.repository.git
+    git("checkout", "--quiet", "-b", "side", "v1")
+    bench.repository.commit("step 0", "docs.md")
+    main, base = git("rev-parse", "main"), git("rev-parse", "v1")
+    bench.verdict = lambda number: "slower" if bench.asked[-1][0] == main else since_fork
+    assert execute(["bisect", "torch.sdpa", "--good", "main", "--bad", "side", "--json", *SHAPE]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert words in document["closing"]
+    assert (document["confirmed"], document["found"]) == (False, None)
+    assert document["common_ancestor"]["commit"] == base
+    assert document["common_ancestor"]["comparison"]["verdict"] == since_fork
+    assert git("rev-parse", "--short=12", "side") not in document["closing"]
 
 
 def test_the_comparison_is_the_one_of_compare_refs(monkeypatch: pytest.MonkeyPatch):

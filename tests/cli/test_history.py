@@ -92,6 +92,29 @@ def test_an_uncommitted_run_leaves_the_commits_in_order(repository: Repository, 
     assert "slower by one of 2 commits: " in out
 
 
+def test_commits_of_two_branches_have_no_suspect_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("ruptures")
+    made = Repository(tmp_path / "project")
+    monkeypatch.chdir(made.path)
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-01T00:00:00Z")
+    main = [made.commit(f"main {number}", "step.py") for number in range(8)]
+    made.git("checkout", "--quiet", "-b", "side", main[3])
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-02T00:00:00Z")
+    side = [made.commit(f"side {number}", "docs.md") for number in range(4)]
+    for number, commit in enumerate([*main, *side]):
+        write_run(made.path / f"runs/{number}.jsonl", commit, 0.9e6 if commit in main[4:] else 1e6, number)
+    assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (trend,) = document["trends"]
+    apart = [change for change in trend["changes"] if change["diverged"]]
+    assert [change["suspects"] for change in apart] == [[]]
+    assert "which is on another branch" in document["closing"]
+    (straight,) = (change for change in trend["changes"] if not change["diverged"])
+    assert straight["suspects"] == [[main[4], "main 4"]]
+
+
 def test_runs_without_anchors_are_left_out_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from attnbench.comparing.history import commit_text
+from attnbench.comparing.history import SHORT, commit_text
 from attnbench.comparison import Comparison
 from attnbench.spec import Workload
 
@@ -52,6 +52,35 @@ def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, 
             f"Inconclusive whether {case} is slower in {bad} than in {good}{figures}: try again on a quieter machine."
         )
     return f"{case} is not slower in {bad} than in {good}: {comparison.verdict}{figures}. Nothing was searched."
+
+
+def judge(comparison: Comparison | None) -> bool | None:
+    """Return whether b is slower; None if it was not compared, or if the comparison is inconclusive."""
+    verdict = comparison.verdict if comparison else None
+    return {"slower": True, "same": False, "faster": False}.get(verdict or "")
+
+
+def not_searched(
+    implementation: str,
+    workload: Workload,
+    good: str,
+    bad: str,
+    whole: Comparison,
+    base: str,
+    since_base: Comparison | None,
+) -> str:
+    """Return why no commit is searched for: bad is not known to be slower than its common ancestor with good."""
+    case = f"{implementation} on {workload.id} is slower in {bad} than in {good}{_figures(whole)}"
+    figures = _figures(since_base) if since_base else ""
+    if judge(since_base) is False:
+        return (
+            f"{case}, but as fast as in their common ancestor {base[:SHORT]}{figures}: {good} is faster than that "
+            f"ancestor, and {bad} merely lacks what made it so. No commit of {bad} is to blame."
+        )
+    return (
+        f"{case}. It could not be judged whether {bad} is slower than their common ancestor {base[:SHORT]}{figures}, "
+        f"or {good} faster, so no commit was searched for: try again on a quieter machine, or with another --good."
+    )
 
 
 def closing(

@@ -107,7 +107,10 @@ class LevelChange(Struct, frozen=True, kw_only=True):
     new: str
     """Commit of the first point of the new level."""
     suspects: tuple[tuple[str, str], ...] = ()
-    """Pairs (commit, subject) of the commits between, oldest first; empty without git."""
+    """Pairs (commit, subject) of the commits between, oldest first; empty without git, or if there is no line between
+    the two."""
+    diverged: bool = False
+    """Whether the old commit is no ancestor of the new one, so that no commit between them need have caused it."""
 
 
 class Excluded(Struct, frozen=True):
@@ -241,13 +244,19 @@ class Level(Struct, frozen=True):
     """Median of the points, outliers between them left out."""
 
 
-def find_changes(series: CommitSeries, between: Callable[[str, str], Commits] | None = None) -> tuple[LevelChange, ...]:
-    """Return the steps of a series; `between` lists the commits from one (excluded) to another (included)."""
+def find_changes(
+    series: CommitSeries, between: Callable[[str, str], Commits | None] | None = None
+) -> tuple[LevelChange, ...]:
+    """Return the steps of a series.
+
+    `between` lists the commits from one (excluded) to another (included), or returns None if they are not of one line.
+    """
     if detector_missing():
         return ()
     changes = []
     for before, after in pairwise(find_levels([point.value for point in series.points])):
         old, new = series.points[before.stop - 1].commit, series.points[after.start].commit
+        suspects = between(old, new) if between and old and new else ()
         changes.append(
             LevelChange(
                 direction="slower" if after.value > before.value else "faster",
@@ -255,7 +264,8 @@ def find_changes(series: CommitSeries, between: Callable[[str, str], Commits] | 
                 position=after.start,
                 old=old,
                 new=new,
-                suspects=tuple(between(old, new)) if between and old and new else (),
+                suspects=tuple(suspects or ()),
+                diverged=suspects is None,
             )
         )
     return tuple(changes)
@@ -393,6 +403,8 @@ def since(trend: Trend, change: LevelChange) -> str:
         shown = ", ".join(commit_text(*suspect) for suspect in change.suspects[-MOST_SUSPECTS:])
         more = f" and {len(change.suspects) - MOST_SUSPECTS} before" if len(change.suspects) > MOST_SUSPECTS else ""
         return f"by one of {len(change.suspects)} commits: {shown}{more}"
+    if change.diverged:
+        return f"in {change.new[:SHORT]} than in {change.old[:SHORT]}, which is on another branch"
     if change.old and change.new and change.old != change.new:
         return f"since a commit after {change.old[:SHORT]}, at the latest {change.new[:SHORT]}"
     return f"since the run of {trend.series.points[change.position].created}"
