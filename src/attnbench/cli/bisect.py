@@ -49,7 +49,7 @@ def bisect(
         raise UsageError(f"{bad} has no commits that {good} lacks: choose an older --good or a newer --bad.")
 
     def is_slower(commit: str) -> bool | None:
-        answer = judge(try_refs(base, commit, implementation, workload))
+        answer = judge(try_refs(base, commit, implementation, workload), since_base or whole)
         tell(f"  {commit[:SHORT]}  {_WORDS[answer]}  {commits[commit]}")
         return answer
 
@@ -67,7 +67,7 @@ def bisect(
         code = 0 if found.first else INCONCLUSIVE
     elif whole.verdict == "slower":
         sentence = not_searched(implementation, workload, good, bad, whole, base, since_base)
-        code = INCONCLUSIVE if judge(since_base) is None else NOT_SLOWER
+        code = INCONCLUSIVE if judge(since_base, whole) is None else NOT_SLOWER
     else:
         sentence = not_confirmed(implementation, workload, good, bad, whole)
         code = {None: NOTHING, "inconclusive": INCONCLUSIVE}.get(whole.verdict, NOT_SLOWER)
