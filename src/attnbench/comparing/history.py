@@ -36,8 +36,13 @@ PENALTY = 3.0
 """Penalty of a piece, times noise times ln(points): no step in noise, but one of five times the noise."""
 LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
-MEDIAN_DISTANCE = 0.6745 * 2**0.5
-"""Median distance of two neighbours in normal noise, in standard deviations."""
+DISTANCES = {0.5: 0.6745 * 2**0.5, 0.75: 1.1503 * 2**0.5}
+"""Quantiles of the distance of two neighbours in normal noise, in standard deviations.
+
+The upper one is there for code of two speeds, most of whose neighbours have the same one.
+"""
+MOST_OVERLAP = 0.1
+"""Largest share of pairs of points, one of either level, whose order is not that of the levels."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDEST = 40
 LEAST_SPAN = 0.05
@@ -280,7 +285,8 @@ def find_levels(values: Sequence[float]) -> tuple[Level, ...]:
     """Return the levels of a series of logarithms: a single one if the series is steady or too short to tell.
 
     PELT finds the piecewise constant fit with the least absolute error plus a penalty per piece. The penalty follows
-    from the noise, which the distances of neighbours show: a step changes one of them only.
+    from the noise, which the distances of neighbours show: a step changes one of them only. Pieces are joined until
+    the medians of any two neighbours differ by a step and their points hardly overlap.
     """
     series = np.asarray(values, float)
     if len(series) == 0:
@@ -288,20 +294,28 @@ def find_levels(values: Sequence[float]) -> tuple[Level, ...]:
     whole = [list(range(len(series)))]
     pieces = _fitted_pieces(series) if len(series) >= LEAST_POINTS else whole
     pieces = [piece for piece in pieces if len(piece) >= SHORTEST_LEVEL] or whole
-    while len(pieces) > 1:  # join the two neighbours that differ least, until all differ by a step
-        gaps = np.abs(np.diff([np.median(series[piece]) for piece in pieces]))
-        least = int(np.argmin(gaps))
-        if gaps[least] >= log(LEAST_STEP):
-            break
-        pieces[least : least + 2] = [pieces[least] + pieces[least + 1]]
+    # Join the two neighbours that differ least of those that are no step.
+    while joined := [pair for pair in pairwise(pieces) if not _is_step(*(series[piece] for piece in pair))]:
+        before, after = min(joined, key=lambda pair: abs(np.median(series[pair[0]]) - np.median(series[pair[1]])))
+        place = pieces.index(before)
+        pieces[place : place + 2] = [before + after]
     return tuple(Level(piece[0], piece[-1] + 1, float(np.median(series[piece]))) for piece in pieces)
+
+
+def _is_step(before: np.ndarray, after: np.ndarray) -> bool:
+    """Return whether the medians of two pieces differ by a step, and the ranks of their points hardly mix."""
+    gap = np.median(after) - np.median(before)
+    rises = np.sign(gap) * (after[:, None] - before[None, :])
+    overlap = np.mean(rises < 0) + np.mean(rises == 0) / 2
+    return bool(abs(gap) >= log(LEAST_STEP) and overlap <= MOST_OVERLAP)
 
 
 def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
     from ruptures import Pelt
     from ruptures.costs import CostL1
 
-    noise = max(float(np.median(np.abs(np.diff(series)))) / MEDIAN_DISTANCE, LEAST_NOISE)
+    distances = np.abs(np.diff(series))
+    noise = max(LEAST_NOISE, *(float(np.quantile(distances, part)) / usual for part, usual in DISTANCES.items()))
     cost = CostL1()
     cost.min_size = 1  # a piece of one point is an outlier, and its own piece keeps it out of the levels beside it
     ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=PENALTY * noise * log(len(series)))
