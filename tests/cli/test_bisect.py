@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from gate_factory import comparison
 from git_repository import Repository
 from record_factory import workload
 
@@ -26,6 +27,7 @@ class Bench:
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
         self.asked: list[tuple[str, str]] = []
+        self.slow, self.same = 1.06, 1.0
         self.verdict: Callable[[int], str | None] = lambda number: "slower" if number >= 6 else "same"
 
     def compare(self, baseline: str, current: str, implementation: str, workload) -> Comparison:
@@ -34,9 +36,9 @@ class Bench:
         verdict = self.verdict(number)
         if verdict == "broken":
             raise BuildFailed(current, current, "make", 2, "no")
-        ratio = None if verdict is None else {"slower": 1.06, "same": 1.0}.get(verdict, 1.02)
+        ratio = None if verdict is None else {"slower": self.slow, "same": self.same}.get(verdict, 1.02)
         names = {"a": baseline, "b": current, "workload": workload, "reason": "" if verdict else "crashed"}
-        return Comparison(**names, verdict=verdict, ratio=ratio, interval=(1.0, 1.1) if ratio else None)  # pyright: ignore
+        return comparison(verdict, ratio or 1.0, **names)
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_the_commit_is_named_after_few_comparisons(bench: Bench, capsys: pytest.
     assert execute(["bisect", "torch.sdpa", "--good", "v1", "--bad", "main", *SHAPE]) == 0
     out, err = capsys.readouterr()
     culprit = bench.repository.git("rev-parse", "--short=12", "HEAD~3")
-    assert f'torch.sdpa on {workload().id} is slower (1.060x, 1.000-1.100) since {culprit} "step 6"' in out
+    assert f'torch.sdpa on {workload().id} is slower (1.060x, 1.050-1.070) since {culprit} "step 6"' in out
     assert "of 9 commits were compared" in out
     assert "main is slower than v1; searching 9 commits" in err
     first, *rest = bench.asked
@@ -93,6 +95,18 @@ def test_commits_that_do_not_build_are_stepped_over(bench: Bench, capsys: pytest
     assert "2 could not be judged" in document["closing"]
 
 
+def test_a_slowdown_within_the_bounds_of_same_names_no_innocent_commit(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+):
+    bench.slow, bench.same = 1.025, 1.01  # known to 1 %: what is "same" may well be as slow
+    assert execute(["bisect", "torch.sdpa", "--good", "v1", "--json", *SHAPE]) == 4
+    document = json.loads(capsys.readouterr().out)
+    found, git = document["found"], bench.repository.git
+    assert found["first"] is None
+    assert [git("log", "-1", "--format=%s", one) for one in found["suspects"]] == [f"step {n}" for n in range(1, 7)]
+    assert set(found["tried"].values()) == {True, None}
+
+
 def test_a_good_one_that_does_not_build_is_an_error(bench: Bench, capsys: pytest.CaptureFixture[str]):
     bench.verdict = lambda number: "broken"
     assert execute(["bisect", "torch.sdpa", "--good", "v1", *SHAPE]) == 2
@@ -127,6 +141,30 @@ def test_a_good_one_on_a_side_branch_is_told_of(bench: Bench, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "side is not an ancestor of main" in err
     assert '"step 6"' in out
+    refs = [bench.repository.git("rev-parse", name) for name in ("side", "v1", "main")]
+    assert bench.asked[:2] == [(refs[0], refs[2]), (refs[1], refs[2])]
+    assert {good for good, _ in bench.asked[1:]} == {refs[1]}
+
+
+@pytest.mark.parametrize(
+    "since_fork,code,words",
+    [("same", 1, "No commit of side is to blame"), ("inconclusive", 4, "no commit was searched for")],
+)
+def test_a_branch_that_lacks_what_made_the_good_one_faster_is_not_to_blame(
+    bench: Bench, capsys: pytest.CaptureFixture[str], since_fork: str, code: int, words: str
+):
+    git = bench.repository.git
+    git("checkout", "--quiet", "-b", "side", "v1")
+    bench.repository.commit("step 0", "docs.md")
+    main, base = git("rev-parse", "main"), git("rev-parse", "v1")
+    bench.verdict = lambda number: "slower" if bench.asked[-1][0] == main else since_fork
+    assert execute(["bisect", "torch.sdpa", "--good", "main", "--bad", "side", "--json", *SHAPE]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert words in document["closing"]
+    assert (document["confirmed"], document["found"]) == (False, None)
+    assert document["common_ancestor"]["commit"] == base
+    assert document["common_ancestor"]["comparison"]["verdict"] == since_fork
+    assert git("rev-parse", "--short=12", "side") not in document["closing"]
 
 
 def test_the_comparison_is_the_one_of_compare_refs(monkeypatch: pytest.MonkeyPatch):

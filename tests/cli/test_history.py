@@ -72,13 +72,47 @@ def test_json_holds_points_in_order_of_the_history(repository: Repository, capsy
     assert [point["created"] for point in points] == sorted((p["created"] for p in points), reverse=True)
 
 
-def test_commits_that_the_clone_lacks_fall_back_to_time(repository: Repository, capsys: pytest.CaptureFixture[str]):
+def test_commits_that_the_clone_lacks_are_placed_by_time(repository: Repository, capsys: pytest.CaptureFixture[str]):
     write_run(repository.path / "runs/m/odd.jsonl", "0123456789ab", 1e6, 27)
     assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "1 commits are not in this clone; their series are ordered by time" in err
+    assert "1 commits are not in this clone; their runs are placed by time" in err
     created = [point["created"] for point in json.loads(out)["trends"][0]["series"]["points"]]
-    assert created == sorted(created)
+    assert created[0] == "2026-01-01"  # before every run of a known commit
+    assert created[1:] == sorted(created[1:], reverse=True)
+
+
+def test_an_uncommitted_run_leaves_the_commits_in_order(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("ruptures")
+    last = repository.git("rev-parse", "--short=12", "HEAD")
+    write_run(repository.path / "runs/m/tree.jsonl", f"{last}+dirty", 1.08e6, 0)
+    assert execute(["history", "--impl", "torch.sdpa"]) == 0
+    out = capsys.readouterr().out
+    assert "15 + 1 run" in out
+    assert "slower by one of 2 commits: " in out
+
+
+def test_commits_of_two_branches_have_no_suspect_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("ruptures")
+    made = Repository(tmp_path / "project")
+    monkeypatch.chdir(made.path)
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-01T00:00:00Z")
+    main = [made.commit(f"main {number}", "step.py") for number in range(8)]
+    made.git("checkout", "--quiet", "-b", "side", main[3])
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-02T00:00:00Z")
+    side = [made.commit(f"side {number}", "docs.md") for number in range(4)]
+    for number, commit in enumerate([*main, *side]):
+        write_run(made.path / f"runs/{number}.jsonl", commit, 0.9e6 if commit in main[4:] else 1e6, number)
+    assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (trend,) = document["trends"]
+    apart = [change for change in trend["changes"] if change["diverged"]]
+    assert [change["suspects"] for change in apart] == [[]]
+    assert "which is on another branch" in document["closing"]
+    (straight,) = (change for change in trend["changes"] if not change["diverged"])
+    assert straight["suspects"] == [[main[4], "main 4"]]
 
 
 def test_runs_without_anchors_are_left_out_with_the_reason(

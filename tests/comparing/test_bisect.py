@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import ceil, log2
 
 import pytest
+from gate_factory import comparison
 
-from attnbench.comparing.bisect import find_first_slower
+from attnbench.comparing.bisect import find_first_slower, judge
 
 COMMITS = [f"c{n:02d}" for n in range(20)]
 
@@ -49,3 +50,28 @@ def test_nothing_can_be_judged():
     assert found.first is None
     assert found.suspects == tuple(COMMITS)
     assert len(found.tried) == len(COMMITS) - 1
+
+
+@pytest.mark.parametrize(
+    "verdict,ratio,slower",
+    [
+        ("slower", 1.05, True),
+        ("same", 1.0, False),
+        ("faster", 0.9, False),
+        ("same", 1.035, None),
+        ("inconclusive", 1.0, None),
+        (None, 1.0, None),
+    ],
+)
+def test_a_commit_is_as_fast_only_if_it_surely_lacks_the_slowdown(
+    verdict: str | None, ratio: float, slower: bool | None
+):
+    sought = comparison("slower", 1.05)
+    assert judge(comparison(verdict, ratio), sought) is slower
+    assert judge(None, sought) is None
+
+
+def test_the_metric_that_shows_the_slowdown_is_the_one_that_must_lack_it():
+    sought = comparison("slower", 1.0, cpu=1.2)
+    assert judge(comparison("same", 1.04, cpu=1.0), sought) is False
+    assert judge(comparison("same", 1.0, cpu=1.195), sought) is None

@@ -51,13 +51,27 @@ def test_order_is_that_of_the_history_else_of_time():
     assert [point.commit for point in half_known.points] == ["c", "b", "a"]
 
 
+@pytest.mark.parametrize("per_run", [False, True])
+def test_a_run_without_a_place_in_git_leaves_the_others_in_order(per_run: bool):
+    runs = [source(commit, 1e6, created=day) for commit, day in [*zip("abcd", "1246", strict=True), ("a", "8")]]
+    order = {commit: place for place, commit in enumerate("abcd")}
+    for lost in ("d+dirty", "", "e"):
+        between, last = source(lost, 2e6, created="5"), source(lost, 3e6, created="9")
+        (series,), _ = gather([between, *runs, last], order, per_run=True)
+        assert [point.created for point in series.points] == ["1", "8", "2", "4", "5", "6", "9"]
+        (series,), _ = gather([between, *runs], order, per_run=per_run)
+        known = [point.commit for point in series.points if point.commit in order]
+        assert known == sorted(known)
+        assert series.points[-2].created == "5"
+
+
 def test_runs_of_one_commit_are_one_point_and_a_run_without_is_its_own():
     runs = [source("a", time, created=str(number)) for number, time in enumerate((1e6, 9e6, 1.1e6))]
     runs += [source("", 2e6, created="7"), source("", 2e6, created="8"), source("", 2e6, created="8")]
     (series,), _ = gather(runs)
     assert [(point.commit, point.runs) for point in series.points] == [("a", 3), ("", 1), ("", 1)]
     assert exp(series.points[0].value) == pytest.approx(5.5)
-    assert series.points[0].created == "2"
+    assert series.points[0].created == "0"
 
 
 def test_two_runs_of_one_second_are_two_and_a_baseline_is_its_run():

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ruptures")
 
-from attnbench.comparing.history import LEAST_POINTS, find_levels
+from attnbench.comparing.history import LEAST_POINTS, _is_step, find_levels
 
 
 def noise(points: int, seed: int, spread: float = 0.01) -> np.ndarray:
@@ -43,6 +43,25 @@ def test_a_step_of_5_percent_is_found_in_its_place(ratio: float):
 
 def test_a_step_below_the_threshold_is_none():
     assert all(len(find_levels(with_step(60, seed, 1.01, at=30))) == 1 for seed in range(20))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+@pytest.mark.parametrize("points", [8, 15, 30])
+def test_two_speeds_of_steady_code_are_hardly_ever_a_step(points: int, share: float):
+    found = []
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        series = 0.05 * (random.random(points) < share) + 0.003 * random.standard_normal(points)
+        found.append(len(find_levels(series.tolist())) > 1)
+    assert sum(found) <= 5
+
+
+def test_levels_whose_points_mix_are_none():
+    low, high = np.repeat([0.0, 0.05], [6, 2]), np.repeat([0.0, 0.05], [2, 6])
+    assert not _is_step(low, high)
+    assert not _is_step(high, low)
+    assert _is_step(low - 0.05, high)
+    assert _is_step(high, low - 0.05)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15, 29])

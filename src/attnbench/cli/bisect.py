@@ -34,7 +34,7 @@ def bisect(
 
     Example: `attnbench bisect torch.sdpa --good v1.0 --bad main --seq-len 1024 --causal`
     """
-    from attnbench.comparing.bisect import closing, find_first_slower, not_confirmed
+    from attnbench.comparing.bisect import closing, find_first_slower, judge, not_confirmed, not_searched
     from attnbench.run.git import commits_between, merge_base, resolve
     from attnbench.run.machine import machine_lock
 
@@ -42,32 +42,39 @@ def bisect(
     _, workloads = select_workloads(None, False, OWN_SHAPE if shape == ShapeOptions() else shape, Selection())
     if len(workloads) != 1:
         raise UsageError(f"bisect takes one workload at a time, and these options make {len(workloads)}.")
-    workload, start, end = workloads[0], resolve(good), resolve(bad)
-    if merge_base(good, bad) != start:
-        tell(f"note: {good} is not an ancestor of {bad}; the commits of {bad} that {good} lacks are searched.")
+    workload, start, end, base = workloads[0], resolve(good), resolve(bad), merge_base(good, bad)
     # Commit -> subject, oldest first; a merged branch counts as its merge commit.
-    commits = dict(commits_between(good, bad, first_parent=True))
+    commits = dict(commits_between(base, bad, first_parent=True))
     if not commits:
         raise UsageError(f"{bad} has no commits that {good} lacks: choose an older --good or a newer --bad.")
 
     def is_slower(commit: str) -> bool | None:
-        answer = slower_than(start, commit, implementation, workload)
+        answer = judge(try_refs(base, commit, implementation, workload), since_base or whole)
         tell(f"  {commit[:SHORT]}  {_WORDS[answer]}  {commits[commit]}")
         return answer
 
     with machine_lock(doing="bisect"):
-        whole = compare_refs(start, end, implementation, workload)
-        if whole.verdict == "slower":
-            tell(f"{bad} is slower than {good}; searching {len(commits)} commits")
-        found = find_first_slower(list(commits), is_slower) if whole.verdict == "slower" else None
-    if found is None:
+        whole = since_base = compare_refs(start, end, implementation, workload)
+        if whole.verdict == "slower" and base != start:
+            tell(f"note: {good} is not an ancestor of {bad}; {bad} is compared with their common ancestor too.")
+            since_base = try_refs(base, end, implementation, workload)
+        found = None
+        if since_base is not None and since_base.verdict == "slower":
+            tell(f"{bad} is slower than {good if base == start else base[:SHORT]}; searching {len(commits)} commits")
+            found = find_first_slower(list(commits), is_slower)
+    if found is not None:
+        sentence = closing(found, commits, implementation, workload, since_base or whole)
+        code = 0 if found.first else INCONCLUSIVE
+    elif whole.verdict == "slower":
+        sentence = not_searched(implementation, workload, good, bad, whole, base, since_base)
+        code = INCONCLUSIVE if judge(since_base, whole) is None else NOT_SLOWER
+    else:
         sentence = not_confirmed(implementation, workload, good, bad, whole)
         code = {None: NOTHING, "inconclusive": INCONCLUSIVE}.get(whole.verdict, NOT_SLOWER)
-    else:
-        sentence = closing(found, commits, implementation, workload, whole)
-        code = 0 if found.first else INCONCLUSIVE
     if json:
-        print_json({"confirmed": found is not None, "comparison": whole, "found": found, "closing": sentence})
+        ancestor = None if base == start else {"commit": base, "comparison": since_base}
+        shown = {"confirmed": found is not None, "comparison": whole, "common_ancestor": ancestor}
+        print_json({**shown, "found": found, "closing": sentence})
     else:
         say(sentence)
     return code
@@ -92,12 +99,9 @@ def compare_refs(baseline: str, current: str, implementation: str, workload: Wor
     )
 
 
-def slower_than(good: str, candidate: str, implementation: str, workload: Workload) -> bool | None:
-    """Return whether a commit is slower than the good one; None if it does not build or load, or if the comparison is
-    inconclusive. The good one was compared before, so an error is the candidate's.
-    """
+def try_refs(baseline: str, current: str, implementation: str, workload: Workload) -> Comparison | None:
+    """Compare two commits with the settings in force; return None if one does not build or load."""
     try:
-        verdict = compare_refs(good, candidate, implementation, workload).verdict
+        return compare_refs(baseline, current, implementation, workload)
     except UsageError:
         return None
-    return {"slower": True, "same": False, "faster": False}.get(verdict or "")

@@ -39,7 +39,7 @@ def history(
     trends = [Trend(one, find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
-        note(f"note: {len(unknown)} commits are not in this clone; their series are ordered by time.")
+        note(f"note: {len(unknown)} commits are not in this clone; their runs are placed by time.")
 
     def bisect_command(trend: Trend, change: LevelChange) -> str:
         """Return the command that would confirm a change."""

@@ -92,13 +92,16 @@ def commit_places(records: Iterable[Record]) -> dict[str, int]:
     return commit_order(commits) if commits and is_repository() else {}
 
 
-def asker(places: Mapping[str, int]) -> Callable[[str, str], Commits]:
-    """Return a function that lists (commit, subject) between two commits, oldest first; nothing if one is not in this
-    clone. Git is asked once for each pair, however many cells changed there."""
-    from attnbench.run.git import commits_between
+def asker(places: Mapping[str, int]) -> Callable[[str, str], Commits | None]:
+    """Return a function that lists (commit, subject) between two commits, oldest first: nothing if one is not in this
+    clone, None if the first is no ancestor of the second. Git is asked once for each pair, however many cells changed
+    there."""
+    from attnbench.run.git import commits_between, is_ancestor
 
     @cache
-    def between(old: str, new: str) -> Commits:
-        return commits_between(old, new) if old in places and new in places else []
+    def between(old: str, new: str) -> Commits | None:
+        if old not in places or new not in places:
+            return []
+        return commits_between(old, new) if is_ancestor(old, new) else None
 
     return between

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from attnbench.comparing.history import commit_text
+from attnbench.comparing.history import SHORT, commit_text
+from attnbench.comparing.statistics import clears
 from attnbench.comparison import Comparison
 from attnbench.spec import Workload
 
@@ -52,6 +53,55 @@ def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, 
             f"Inconclusive whether {case} is slower in {bad} than in {good}{figures}: try again on a quieter machine."
         )
     return f"{case} is not slower in {bad} than in {good}: {comparison.verdict}{figures}. Nothing was searched."
+
+
+def judge(comparison: Comparison | None, sought: Comparison) -> bool | None:
+    """Return whether b is slower; None if that cannot be judged, or if b was not compared.
+
+    It is not slower only if it surely lacks the slowdown that is `sought`: "same" alone means within 5 %, which a small
+    slowdown is too.
+    """
+    if comparison is None:
+        return None
+    if comparison.verdict == "slower":
+        return True
+    without = comparison.verdict in ("same", "faster") and _lies_below(comparison, sought)
+    return False if without else None
+
+
+def _lies_below(comparison: Comparison, sought: Comparison) -> bool:
+    """Return whether a ratio is surely below the sought one, by every metric that shows the sought one to be slower."""
+    slower = {metric: bounds for metric, bounds in _bounds(sought).items() if clears(bounds, "slower", sought.floor)}
+    found = _bounds(comparison)
+    return bool(slower) and all(metric in found and found[metric][1] < low for metric, (low, _) in slower.items())
+
+
+def _bounds(comparison: Comparison) -> dict[str, tuple[float, float]]:
+    """Return the interval by each metric."""
+    return {name: one.interval for name, one in comparison.estimates.items()}
+
+
+def not_searched(
+    implementation: str,
+    workload: Workload,
+    good: str,
+    bad: str,
+    whole: Comparison,
+    base: str,
+    since_base: Comparison | None,
+) -> str:
+    """Return why no commit is searched for: bad is not known to be slower than its common ancestor with good."""
+    case = f"{implementation} on {workload.id} is slower in {bad} than in {good}{_figures(whole)}"
+    figures = _figures(since_base) if since_base else ""
+    if judge(since_base, whole) is False:
+        return (
+            f"{case}, but as fast as in their common ancestor {base[:SHORT]}{figures}: {good} is faster than that "
+            f"ancestor, and {bad} merely lacks what made it so. No commit of {bad} is to blame."
+        )
+    return (
+        f"{case}. It could not be judged whether {bad} is slower than their common ancestor {base[:SHORT]}{figures}, "
+        f"or {good} faster, so no commit was searched for: try again on a quieter machine, or with another --good."
+    )
 
 
 def closing(

@@ -36,8 +36,13 @@ PENALTY = 3.0
 """Penalty of a piece, times noise times ln(points): no step in noise, but one of five times the noise."""
 LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
-MEDIAN_DISTANCE = 0.6745 * 2**0.5
-"""Median distance of two neighbours in normal noise, in standard deviations."""
+DISTANCES = {0.5: 0.6745 * 2**0.5, 0.75: 1.1503 * 2**0.5}
+"""Quantiles of the distance of two neighbours in normal noise, in standard deviations.
+
+The upper one is there for code of two speeds, most of whose neighbours have the same one.
+"""
+MOST_OVERLAP = 0.1
+"""Largest share of pairs of points, one of either level, whose order is not that of the levels."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDEST = 40
 LEAST_SPAN = 0.05
@@ -65,7 +70,7 @@ class CommitPoint(Struct, frozen=True, kw_only=True):
     commit: str
     """Commit of the runs; empty if it is not known, or if the tree had changes that no commit has."""
     created: str
-    """Time of the latest run."""
+    """Time of the oldest run: a commit that is measured again later is no newer for it."""
     value: float
     """Median over the commit's runs."""
     runs: int = 1
@@ -109,7 +114,10 @@ class LevelChange(Struct, frozen=True, kw_only=True):
     new: str
     """Commit of the first point of the new level."""
     suspects: tuple[tuple[str, str], ...] = ()
-    """Pairs (commit, subject) of the commits between, oldest first; empty without git."""
+    """Pairs (commit, subject) of the commits between, oldest first; empty without git, or if there is no line between
+    the two."""
+    diverged: bool = False
+    """Whether the old commit is no ancestor of the new one, so that no commit between them need have caused it."""
 
 
 class Excluded(Struct, frozen=True):
@@ -132,8 +140,9 @@ def gather(
 ) -> tuple[list[CommitSeries], list[Excluded]]:
     """Return the series of every timed cell, and the records that are left out.
 
-    `order` is each commit's place in the history; without it, points are ordered by time. A commit is one point, the
-    median of its runs; with `per_run` every run is a point.
+    `order` is each commit's place in the history. A run whose commit has no place there comes after the last commit
+    that had been measured by then, so that without any `order` the points are ordered by time. A commit is one point,
+    the median of its runs; with `per_run` every run is a point.
     """
     measured: dict[Key, list[tuple[CommitPoint, Ok]]] = {}
     excluded: list[Excluded] = []
@@ -213,9 +222,20 @@ def _series(key: Key, found: Sequence[tuple[CommitPoint, Ok]], order: Mapping[st
     # Each run counts once: a baseline has the value of the run it was made of; two runs of one second differ in theirs.
     points = list({(point.commit, point.created, point.value): point for point, _ in found}.values())
     points = points if per_run else _per_commit(points)
-    known = all(point.commit in order for point in points)
-    points.sort(key=lambda point: (order[point.commit] if known else 0, point.created))
+    points = _in_order(points, order)
     return CommitSeries(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
+
+
+def _in_order(points: Iterable[CommitPoint], order: Mapping[str, int]) -> list[CommitPoint]:
+    """Return the points by the place of their commit, the others behind the last commit measured before them."""
+    by_time = sorted(points, key=lambda point: point.created)
+    placed: list[tuple[int, bool, CommitPoint]] = []
+    latest = -1
+    for point in by_time:
+        unknown = point.commit not in order
+        latest = latest if unknown else max(latest, order[point.commit])
+        placed.append((latest if unknown else order[point.commit], unknown, point))
+    return [point for _, _, point in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
@@ -226,7 +246,7 @@ def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
     return [
         CommitPoint(
             commit=group[0].commit,
-            created=max(point.created for point in group),
+            created=min(point.created for point in group),
             value=median(point.value for point in group),
             runs=len(group),
         )
@@ -243,13 +263,19 @@ class Level(Struct, frozen=True):
     """Median of the points, outliers between them left out."""
 
 
-def find_changes(series: CommitSeries, between: Callable[[str, str], Commits] | None = None) -> tuple[LevelChange, ...]:
-    """Return the steps of a series; `between` lists the commits from one (excluded) to another (included)."""
+def find_changes(
+    series: CommitSeries, between: Callable[[str, str], Commits | None] | None = None
+) -> tuple[LevelChange, ...]:
+    """Return the steps of a series.
+
+    `between` lists the commits from one (excluded) to another (included), or returns None if they are not of one line.
+    """
     if detector_missing():
         return ()
     changes = []
     for before, after in pairwise(find_levels([point.value for point in series.points])):
         old, new = series.points[before.stop - 1].commit, series.points[after.start].commit
+        suspects = between(old, new) if between and old and new else ()
         changes.append(
             LevelChange(
                 direction="slower" if after.value > before.value else "faster",
@@ -257,7 +283,8 @@ def find_changes(series: CommitSeries, between: Callable[[str, str], Commits] | 
                 position=after.start,
                 old=old,
                 new=new,
-                suspects=tuple(between(old, new)) if between and old and new else (),
+                suspects=tuple(suspects or ()),
+                diverged=suspects is None,
             )
         )
     return tuple(changes)
@@ -272,7 +299,8 @@ def find_levels(values: Sequence[float]) -> tuple[Level, ...]:
     """Return the levels of a series of logarithms: a single one if the series is steady or too short to tell.
 
     PELT finds the piecewise constant fit with the least absolute error plus a penalty per piece. The penalty follows
-    from the noise, which the distances of neighbours show: a step changes one of them only.
+    from the noise, which the distances of neighbours show: a step changes one of them only. Pieces are joined until
+    the medians of any two neighbours differ by a step and their points hardly overlap.
     """
     series = np.asarray(values, float)
     if len(series) == 0:
@@ -280,20 +308,28 @@ def find_levels(values: Sequence[float]) -> tuple[Level, ...]:
     whole = [list(range(len(series)))]
     pieces = _fitted_pieces(series) if len(series) >= LEAST_POINTS else whole
     pieces = [piece for piece in pieces if len(piece) >= SHORTEST_LEVEL] or whole
-    while len(pieces) > 1:  # join the two neighbours that differ least, until all differ by a step
-        gaps = np.abs(np.diff([np.median(series[piece]) for piece in pieces]))
-        least = int(np.argmin(gaps))
-        if gaps[least] >= log(LEAST_STEP):
-            break
-        pieces[least : least + 2] = [pieces[least] + pieces[least + 1]]
+    # Join the two neighbours that differ least of those that are no step.
+    while joined := [pair for pair in pairwise(pieces) if not _is_step(*(series[piece] for piece in pair))]:
+        before, after = min(joined, key=lambda pair: abs(np.median(series[pair[0]]) - np.median(series[pair[1]])))
+        place = pieces.index(before)
+        pieces[place : place + 2] = [before + after]
     return tuple(Level(piece[0], piece[-1] + 1, float(np.median(series[piece]))) for piece in pieces)
+
+
+def _is_step(before: np.ndarray, after: np.ndarray) -> bool:
+    """Return whether the medians of two pieces differ by a step, and the ranks of their points hardly mix."""
+    gap = np.median(after) - np.median(before)
+    rises = np.sign(gap) * (after[:, None] - before[None, :])
+    overlap = np.mean(rises < 0) + np.mean(rises == 0) / 2
+    return bool(abs(gap) >= log(LEAST_STEP) and overlap <= MOST_OVERLAP)
 
 
 def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
     from ruptures import Pelt
     from ruptures.costs import CostL1
 
-    noise = max(float(np.median(np.abs(np.diff(series)))) / MEDIAN_DISTANCE, LEAST_NOISE)
+    distances = np.abs(np.diff(series))
+    noise = max(LEAST_NOISE, *(float(np.quantile(distances, part)) / usual for part, usual in DISTANCES.items()))
     cost = CostL1()
     cost.min_size = 1  # a piece of one point is an outlier, and its own piece keeps it out of the levels beside it
     ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=PENALTY * noise * log(len(series)))
@@ -401,6 +437,8 @@ def since(trend: Trend, change: LevelChange) -> str:
         shown = ", ".join(commit_text(*suspect) for suspect in change.suspects[-MOST_SUSPECTS:])
         more = f" and {len(change.suspects) - MOST_SUSPECTS} before" if len(change.suspects) > MOST_SUSPECTS else ""
         return f"by one of {len(change.suspects)} commits: {shown}{more}"
+    if change.diverged:
+        return f"in {change.new[:SHORT]} than in {change.old[:SHORT]}, which is on another branch"
     if change.old and change.new and change.old != change.new:
         return f"since a commit after {change.old[:SHORT]}, at the latest {change.new[:SHORT]}"
     return f"since the run of {trend.series.points[change.position].created}"

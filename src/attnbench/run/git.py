@@ -142,6 +142,11 @@ def merge_base(a: str, b: str, folder: Path = HERE) -> str:
     raise UsageError(f'"{a}" and "{b}" have no common ancestor here: {remedy}.')
 
 
+def is_ancestor(old: str, new: str, folder: Path = HERE) -> bool:
+    """Return whether git knows the first ref to be the second or an ancestor of it."""
+    return ask(folder, "merge-base", "--is-ancestor", resolve(old, folder), resolve(new, folder)).returncode == 0
+
+
 def commits_between(old: str, new: str, folder: Path = HERE, *, first_parent: bool = False) -> list[tuple[str, str]]:
     """Return (commit, subject) of what is in `new` but not in `old`, oldest first; `first_parent` leaves out merged
     commits."""

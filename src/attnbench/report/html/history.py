@@ -54,7 +54,7 @@ NO_HISTORY = History()
 def find_history(
     sources: Sequence[ReportedRun],
     places: Mapping[str, int],
-    between: Callable[[str, str], Commits] | None = None,
+    between: Callable[[str, str], Commits | None] | None = None,
 ) -> History:
     """Return the history of every cell, a point per run; `places` orders commits that git knows, else time does."""
     if len(sources) < LEAST_RUNS:
