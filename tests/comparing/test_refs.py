@@ -114,6 +114,20 @@ def test_files_at_which_git_was_told_not_to_look_count_as_changed(repository: Re
     assert changes(repository.path) == [], "a sparse checkout has no such file to import"
 
 
+def test_a_dirty_submodule_that_is_to_be_ignored_counts_as_changed(repository: Repository, tmp_path: Path):
+    inner = Repository(tmp_path / "inner")
+    inner.write("kernel.py", "fast = 1\n")
+    inner.git("add", "kernel.py")
+    inner.commit("kernel")
+    repository.git("submodule", "add", "--quiet", str(inner.path), "sub")
+    repository.git("config", "--file", ".gitmodules", "submodule.sub.ignore", "all")
+    repository.git("add", "--all")
+    repository.git("commit", "--quiet", "-m", "submodule")
+    assert changes(repository.path) == []
+    repository.write("sub/kernel.py", "fast = 0\n")
+    assert changes(repository.path) == ["sub"]
+
+
 def test_pythonpath_is_src_and_root_unless_set(repository: Repository):
     repository.commit("a package", "src/mine/__init__.py", "")
     repository.commit("a library", "lib/other.py", "")

@@ -126,10 +126,8 @@ def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
     if status.returncode:
         raise UsageError(f"`git status` failed in {folder}: {last_line(status)}.")
     names = [entry[3:] for entry in status.stdout.split("\0") if entry]
-    flagged = [entry for entry in ask(folder, "ls-files", "-v", "-z").stdout.split("\0") if entry[:1] not in ("", "H")]
-    names += [
-        entry[2:] for entry in flagged if (entry[0].islower() or entry[0] == "S") and (folder / entry[2:]).exists()
-    ]
+    tracked = [entry.split(" ", 1) for entry in ask(folder, "ls-files", "-v", "-z").stdout.split("\0") if entry]
+    names += [name for flag, name in tracked if (flag.islower() or flag == "S") and (folder / name).exists()]
     return [name for name in names if "__pycache__" not in Path(name).parts]
 
 
