@@ -132,16 +132,65 @@ def test_merge_of_rows_that_nobody_has_seen_and_of_far_apart_parts():
 
 
 def test_cudnn_is_never_shown_strides_that_its_graph_was_not_built_for():
-    q, k, v, out, dout = (torch.randn(2, 4, 6, 8) for _ in range(5))
-    kept = torch_sdpa_aten.strided_as_at_first(q, k, v, True, out, dout)
-    assert kept[0] is out
-    assert kept[1] is dout
-    other = torch.randn(2, 6, 4, 8).transpose(1, 2)
-    for given in ((other, dout), (out, other)):
-        seen = torch_sdpa_aten.strided_as_at_first(q, k, v, True, *given)
-        assert [x.stride() for x in seen] == [out.stride(), dout.stride()]
-        assert all(torch.equal(x, y) for x, y in zip(seen, given))
-    assert torch_sdpa_aten.strided_as_at_first(q.transpose(1, 2), k, v, True, other, dout)[0] is other
+    q, k, v, dout = (torch.randn(2, 4, 6, 8) for _ in range(4))
+    key = torch_sdpa_aten.graph_key(q, k, v)
+    assert torch_sdpa_aten.strided_as_at_first(key, dout) is dout
+    turned, strided = torch.randn(2, 6, 4, 8).transpose(1, 2), torch.randn(2, 4, 8, 6).transpose(2, 3)
+    for given in (turned, strided, torch.ones(()).expand(2, 4, 6, 8), dout[:1].expand(2, 4, 6, 8)):
+        seen = torch_sdpa_aten.strided_as_at_first(key, given)
+        assert seen.stride() == dout.stride()
+        assert torch.equal(seen, given)
+    assert torch_sdpa_aten.strided_as_at_first(torch_sdpa_aten.graph_key(q.transpose(1, 2), k, v), turned) is turned
+
+
+def test_a_dout_of_one_number_leaves_no_strides_that_a_later_one_cannot_have():
+    q, k, v, dout = (torch.randn(2, 3, 6, 8) for _ in range(4))
+    key = torch_sdpa_aten.graph_key(q, k, v)
+    torch_sdpa_aten.strided_as_at_first(key, torch.ones(()).expand(2, 3, 6, 8))
+    assert torch_sdpa_aten.strided_as_at_first(key, dout) is dout
+
+
+def test_out_is_laid_out_for_cudnn_as_its_own_forward_operator_does():
+    q, out = torch.randn(2, 6, 4, 8).transpose(1, 2), torch.randn(2, 4, 6, 16)
+    seen = torch_sdpa_aten.ordered_as(q, out)
+    assert seen.transpose(1, 2).is_contiguous()
+    assert torch.equal(seen, out)
+    assert torch_sdpa_aten.ordered_as(torch.randn(2, 4, 6, 8), out) is out
+
+
+def test_only_a_dout_of_the_cudnn_path_is_held_to_its_first_strides(monkeypatch):
+    """As on a GPU: torch's autograd gives its cuDNN graph the dO of the first strides."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    kept = torch_sdpa_aten.strided_as_at_first
+    monkeypatch.setattr(
+        torch_sdpa_aten, "strided_as_at_first", lambda key, dout: seen.append(dout.stride()) or kept(key, dout)
+    )
+    w = Workload(batch=1, q_len=6, heads=2, head_dim=8, pass_="train")
+    q, k, v = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+    for implementation, hooked in ((torch_sdpa.AUTO, True), (torch_sdpa.MATH, False)):
+        seen.clear()
+        out = implementation.build(w, {})(q, k, v)
+        want = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+        assert len(seen) == (2 if hooked else 0)
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [torch_sdpa.AUTO, torch_sdpa.CUDNN], ids=lambda i: i.name)
+def test_gradients_on_a_gpu_hold_for_dout_of_several_strides_of_one_shape(implementation):
+    w = Workload(batch=2, q_len=256, heads=4, head_dim=128, dtype="bfloat16", mask=masks.causal(), pass_="train")
+    inputs = [torch.randn(2, 4, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    call, dout = implementation.build(w, {}), inputs[3]
+    found = []
+    for order in ((1, 2), (1, 1), (2, 3), (1, 2)):
+        q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+        given = dout.transpose(*order).contiguous().transpose(*order)
+        found.append(torch.autograd.grad(call(q, k, v), (q, k, v), given))
+    for one in found[1:]:
+        for x, y in zip(one, found[0]):
+            assert float((x - y).float().norm() / y.float().norm()) < 1e-2
 
 
 def test_partials_record_no_graph():

@@ -4,8 +4,9 @@ Only these operators accept `out` and `lse` of a larger whole in the backward pa
 kernel (SDPA itself pads); the CPU operator needs its mask as floats. Rows without keys: the CPU writes LSE 0, so it is
 overwritten. Strided views: the efficient backward reads `out` as if it were dense, and cuDNN's finds its compiled graph
 by the strides of q, k and v alone (torch 2.11), so `out` and `dout` of other strides than at first would be read
-wrongly. The pairs below are bhsd as the operators are; `partial` returns them as bshd. Forward operators are called
-through torch's own binding, which costs the host less than `torch.ops`; backward operators have none.
+wrongly, by torch's own autograd too. The pairs below are bhsd as the operators are; `partial` returns them as bshd.
+Forward operators are called through torch's own binding, which costs the host less than `torch.ops`; backward operators
+have none.
 """
 
 from __future__ import annotations
@@ -186,13 +187,12 @@ def _cudnn(workload: Workload) -> Partial | None:
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         sizes = (None, None, q.shape[2], k.shape[2])
-        out, dout = strided_as_at_first(q, k, v, causal, out, dout)
         return backward_op(
-            dout,
+            strided_as_at_first(graph_key(q, k, v), dout),
             q,
             k,
             v,
-            out,
+            ordered_as(q, out),
             lse.contiguous().unsqueeze(-1),
             *random(q.device),
             None,
@@ -212,28 +212,44 @@ def _no_dropout(device: Any, dtype: Any, *seeds: int) -> tuple[Array, Array]:
     return torch.zeros(seeds, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
 
 
-_first_strides: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-"""Strides of the first calls. Never emptied: torch keeps its graphs as long, and would read wrong strides without the
-entry."""
+_dout_strides: dict[tuple[Any, ...], tuple[int, ...]] = {}
+"""Strides of dO in the first calls. Never emptied: torch keeps its graphs as long, and would read wrong strides without
+the entry."""
 
 
-def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, dout: Array) -> tuple[Array, Array]:
-    """Return out and dout, copied if their strides differ from those of the first call with such q, k and v.
+def graph_key(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """Return what torch 2.11 finds cuDNN's graphs by: its tensors but `out` and `dout`."""
+    return (q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
 
-    cuDNN's graphs are kept per thread, and so are these strides.
+
+def strided_as_at_first(key: tuple[Any, ...], dout: Array) -> Array:
+    """Return dO, copied if its strides differ from those of the first call with this key in this thread: cuDNN's graphs
+    are kept per thread, and would read it with the strides that they were built for.
+
+    Broadcast numbers and a strided last axis are made dense first, as torch does for the latter itself.
     """
     import torch
 
-    key = (get_ident(), q.device, q.dtype, causal, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    given = out.stride(), dout.stride()
-    wanted = _first_strides.setdefault(key, given)
-    if wanted == given:
-        return out, dout
-    out, dout = (
-        x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-        for x, strides in zip((out, dout), wanted)
-    )
-    return out, dout
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(dout.shape, dout.stride()))
+    if overlaps or dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    wanted = _dout_strides.setdefault((get_ident(), *key), dout.stride())
+    if wanted == dout.stride():
+        return dout
+    return torch.empty_strided(dout.shape, wanted, dtype=dout.dtype, device=dout.device).copy_(dout)
+
+
+def ordered_as(q: Array, out: Array) -> Array:
+    """Return `out` as torch's cuDNN forward operator lays it out: dense, its axes in the order of those of q."""
+    import torch
+
+    order = sorted(range(4), key=lambda axis: q.stride(axis))
+    strides, size = [0] * 4, 1
+    for axis in order:
+        strides[axis], size = size, size * out.shape[axis]
+    if list(out.stride()) == strides:
+        return out
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
 
 
 def _efficient(workload: Workload) -> Partial:

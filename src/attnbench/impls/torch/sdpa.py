@@ -129,6 +129,7 @@ class Sdpa(Implementation):
         (pinned, followed), scale, grouped = self._pinned(), workload.softmax_scale, workload.group > 1
         # Dynamo does not follow torch's lower-right bias; the operator below it aligns masks bottom-right by itself.
         biased = self.backend == "flash" and route(workload) == "lower-right"
+        may_be_cudnn = self.backend in ("auto", "cudnn")
         operator = _sdpa_operators.operator("flash", workload) if biased else None
 
         def call(q: Array, k: Array, v: Array) -> Array:
@@ -153,6 +154,10 @@ class Sdpa(Implementation):
                         f"{self.name} has no kernel for {workload.id} on {q.device.type}: {error}"
                     ) from error
                 raise
+            if out.requires_grad and out.is_cuda and may_be_cudnn and not is_dynamo_compiling():
+                # A graph of cuDNN that was built for a dO of other strides would read this one wrongly.
+                key = _sdpa_operators.graph_key(q, k, v)
+                out.register_hook(lambda dout: _sdpa_operators.strided_as_at_first(key, dout))
             return out if mask.dead is None else out.masked_fill(mask.dead, 0.0)
 
         return call
