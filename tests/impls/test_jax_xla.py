@@ -95,6 +95,15 @@ def test_xla_refuses_what_it_would_get_wrong(change, words):
     assert words in reason
 
 
+def test_cudnn_takes_no_mask_array_in_float16():
+    gpu = Environment(device="cuda", device_name="H200", framework="jax", capability=(9, 0))
+    shape = SQUARE | {"head_dim": 64, "dtype": "float16"}
+    for mask, refused in ((masks.causal(), False), (masks.prefix(3), True)):
+        reason = CUDNN.supports(Workload(**shape, mask=mask), gpu)
+        assert (reason is not None and "adding -45,850" in reason) == refused
+        assert CUDNN.supports(Workload(**shape | {"dtype": "bfloat16"}, mask=mask), gpu) is None
+
+
 def test_xla_offers_lse_only_where_it_is_not_rounded():
     assert XLA.build_lse(Workload(**SQUARE, dtype="bfloat16"), {}) is None
     assert CUDNN.build_lse(Workload(**SQUARE, dtype="bfloat16"), {}) is None

@@ -19,6 +19,9 @@ from attnbench.masks.combine import both
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Workload
 
+FINITE_MASK = "hides keys of a mask array by adding -45,850, and logits of float16 may differ by more"
+"""Refusal of what passes mask arrays to JAX's cuDNN in float16: beside logits of -30,000 hidden keys get weight."""
+
 
 def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
     """Return whether query 0 is aligned with key 0: the only alignment of `is_causal` and `local_window_size`."""

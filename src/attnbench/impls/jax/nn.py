@@ -25,7 +25,7 @@ import numpy as np
 from attnbench.frameworks.jax.plain import plain_call, plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.jax._libraries import MaskArguments, mask_arguments
+from attnbench.impls.jax._libraries import FINITE_MASK, MaskArguments, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 
@@ -177,7 +177,13 @@ class Cudnn(JaxNn):
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
             rounded if workload.visible_mask.weighted else None,
+            FINITE_MASK if workload.dtype == "float16" and self._needs_array(workload) else None,
         )
+
+    def _needs_array(self, workload: Workload) -> bool:
+        arguments = mask_arguments(workload)
+        odd = workload.needs_gradients and evened(workload) is not None
+        return arguments.needs_array or (odd and arguments.window is not None)
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return cuDNN's passes for full and causal masks."""

@@ -11,7 +11,7 @@ from typing import Any
 from attnbench.frameworks.jax.plain import rows_that_see, zero_blind_rows
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.jax._libraries import import_beside_torch, mask_arguments
+from attnbench.impls.jax._libraries import FINITE_MASK, import_beside_torch, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Passes, Workload
 
 SIXTEEN_BITS = ("float16", "bfloat16")
@@ -83,14 +83,15 @@ class Tokamax(Implementation):
                 too_large if overflows else None,
             )
         if self.backend == "cudnn":
-            array_in_training = workload.needs_gradients and mask_arguments(workload).needs_array
+            array = mask_arguments(workload).needs_array
             return first_reason(
                 conditions.needs_at_least(environment, (8, 0)),
                 conditions.needs_no_softcap(workload),
                 conditions.needs_equal_dims(workload),
                 conditions.needs_cudnn_head_dim(workload, environment),
                 "rounds the mask's weights to its dtype" if workload.visible_mask.weighted else None,
-                "has no backward pass with a mask array" if array_in_training else None,
+                "has no backward pass with a mask array" if array and workload.needs_gradients else None,
+                FINITE_MASK if array and workload.dtype == "float16" else None,
             )
         return None
 
