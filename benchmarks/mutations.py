@@ -67,6 +67,10 @@ class Kernel:
     padding: str = ""
     """"key", "value" or "token": keys of zeros are hidden, keys with a value of zeros, or keys with both; "logit":
     logits of exactly 0 are; "query": queries of zeros give 0."""
+    skips: float = 0.0
+    """Weights below this share of the largest of the row are left out."""
+    replaces_nan: bool = False
+    """Whether NaN of the output is replaced by 0."""
     narrow_sums: bool = False
     """Whether weights times values are added up before they are normalised, and no further than float16 goes."""
     lost_if_large: int = 0
@@ -132,6 +136,10 @@ class Kernel:
         if self.overflows:
             powers = logits.exp()
             weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0, 0.0, 0.0)
+        if self.skips:
+            powers = (logits - logits.amax(-1, keepdim=True)).exp()
+            powers = powers * (powers >= self.skips)
+            weights = (powers / powers.sum(-1, keepdim=True)).nan_to_num(0.0)
         if self.padding == "query":
             weights = weights.masked_fill((q == 0).all(-1)[..., None], 0.0)
         if self.value_clamp is not None:
@@ -140,6 +148,8 @@ class Kernel:
             wrong = (index[2] % self.lost_if_large == 0) & (logits.amax(-1, keepdim=True) > 200)
             weights = torch.where(wrong, visible / visible.sum(-1, keepdim=True), weights)
         out = weights @ v
+        if self.replaces_nan:
+            out = out.nan_to_num(0.0)
         if self.narrow_sums:
             powers = (logits - logits.amax(-1, keepdim=True)).exp()
             out = (powers @ v).clamp(-65504, 65504) / powers.sum(-1, keepdim=True)
@@ -362,6 +372,9 @@ def _low_logits(w: Workload) -> Iterator[Case]:
     for what in ("key", "logit", "value", "token", "query"):
         if w.pass_ != "backward" or what != "logit":
             yield Case(f"{kind}: a {what} of 0 is taken for padding", w, Kernel(w, padding=what))
+    yield Case(f"{kind}: weights below e^-8 of the largest are left out", w, Kernel(w, skips=float(np.exp(-8))))
+    if w.pass_ != "backward":
+        yield Case(f"{kind}: NaN becomes 0", w, Kernel(w, replaces_nan=True))
     if w.pass_ != "backward" and w.dtype == "float16":
         yield Case(f"{kind}: unnormalised sums end at 65504", w, Kernel(w, narrow_sums=True))
     if kind == "full":

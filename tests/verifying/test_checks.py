@@ -20,10 +20,13 @@ def test_only_a_kernel_of_declared_error_or_a_short_examination_is_spared_checks
         "one value in all of V",
         "other batch rows and heads",
         "other values in the same memory",
+        "Q, K and V in another order of memory",
+        "K and V in one array",
         "dO in another order of memory",
         "LSE",
         "magnitudes",
-        "a hidden NaN",
+        "NaN in V",
+        "a call after one with larger logits",
     }
 
 

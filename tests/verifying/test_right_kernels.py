@@ -3,6 +3,7 @@ alone is wrong does not."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,6 +16,7 @@ from attnbench.measuring.session import Options, Session
 from attnbench.spec import Cell, Config, Environment, Implementation, Workload
 from attnbench.verifying.checks import examine, examine_after
 from attnbench.verifying.draws import Draws
+from attnbench.verifying.invariants import DEPENDS_ON_DOUT
 from attnbench.verifying.probes import counted_pairs
 from attnbench.verifying.subject import Wrong
 
@@ -234,3 +236,190 @@ def test_a_result_that_a_much_later_call_overwrites():
 def test_products_of_queries_and_keys_are_finite_in_float16(name: str, scale: float, pass_: str):
     workload = Workload(batch=1, q_len=64, heads=2, head_dim=32, dtype="float16", scale=scale, pass_=pass_)  # pyright: ignore
     assert mutations.Bench("cpu").verdict(registry.get(name), workload) == ("ok", "")
+
+
+class OfFirstDout(torch.autograd.Function):
+    """Identity whose gradient is read with the strides that dO had in the first call with such strides of Q."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Any, plans: dict[Any, Any], key: Any) -> Any:
+        ctx.plans, ctx.key = plans, key
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dout = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+        return dout.as_strided(dout.shape, ctx.plans.setdefault(ctx.key, dout.stride())), None, None
+
+
+class KeepsPlans(Eager):
+    """As torch's cuDNN backward, which keeps a plan by the strides of Q, K and V alone."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Any] = {}
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        return OfFirstDout.apply(inner(*arrays), self.plans, tuple(x.stride() for x in arrays))
+
+
+def test_a_plan_for_the_first_order_of_dout_is_noted():
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_="train")
+    found = examine(mutations.Bench("cpu").subject(KeepsPlans(), workload), thorough=False)
+    assert found.notes == (DEPENDS_ON_DOUT,)
+    assert "dO in any order of memory" not in found.errors.properties
+
+
+class ReadsDense(Eager):
+    """As kernels that get pointers and no strides."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        return inner(*(x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in arrays))
+
+
+@pytest.mark.parametrize("pass_", ["forward", "train"])
+def test_a_kernel_for_dense_arrays_says_so(pass_: str):
+    workload = Workload(batch=2, q_len=16, heads=2, head_dim=8, pass_=pass_)  # pyright: ignore
+    found = examine(mutations.Bench("cpu").subject(ReadsDense(), workload), thorough=False)
+    (note,) = found.notes
+    assert note.startswith("takes dense arrays only: the output is wrong if Q, K and V are views (batch 0, head 0")
+    right = examine(mutations.Bench("cpu").subject(Eager(), workload), thorough=False)
+    assert right.notes == ()
+    assert "Q, K and V in any order of memory" in right.errors.properties
+
+
+class KeepsMaximum(Eager):
+    """As kernels with delayed scaling: exponentials of logits minus the largest one of the call before."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype, self.largest = dtype, None
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        q, k, v = (x.transpose(1, 2).float() for x in arrays)
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        own = float(logits.detach().amax())
+        start, self.largest = own if self.largest is None else self.largest, own
+        for largest in (start, own):
+            powers = (logits - largest).exp().to(self.dtype).float()
+            out = powers @ v / powers.sum(-1, keepdim=True)
+            if bool(out.isfinite().all()):
+                return out.to(arrays[0].dtype).transpose(1, 2).contiguous()
+        return inner(*arrays)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_maximum_that_is_kept_from_call_to_call(dtype: Any):
+    workload = Workload(batch=1, q_len=32, heads=2, head_dim=16)
+    status, reason = mutations.Bench("cpu").verdict(KeepsMaximum(dtype), workload)
+    assert status == "incorrect", reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("mistake", [{"skips": float(np.exp(-8))}, {"replaces_nan": True}], ids=str)
+@pytest.mark.parametrize("n", [16, 128])
+def test_light_keys_count_and_nan_shows(dtype: str, mistake: dict[str, Any], n: int):
+    workload = Workload(batch=1, q_len=n, heads=2, head_dim=16, dtype=dtype, mask=masks.causal())  # pyright: ignore
+    bench = mutations.Bench("cpu")
+    assert bench.verdict(mutations.Mutant("right", mutations.Kernel(workload)), workload) == ("ok", "")
+    status, reason = bench.verdict(mutations.Mutant("mutant", mutations.Kernel(workload, **mistake)), workload)
+    assert status == "incorrect", reason
+
+
+def test_a_kernel_that_refuses_nan_passes():
+    class Refuses(Eager):
+        def call(self, inner: Any, arrays: Any) -> Any:
+            assert all(bool(x.isfinite().all()) for x in arrays)
+            return inner(*arrays)
+
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, mask=masks.causal())
+    assert mutations.Bench("cpu").verdict(Refuses(), workload) == ("ok", "")
+
+
+def test_a_ring_of_buffers_that_is_longer_than_any_visit():
+    class Ring(Eager):
+        buffers: list[Any] = []
+        calls = 0
+
+        def call(self, inner: Any, arrays: Any) -> Any:
+            out, at = inner(*arrays), self.calls % 500
+            self.calls += 1
+            if len(self.buffers) <= at:
+                self.buffers.append(out)
+            return self.buffers[at].copy_(out)
+
+    session = opened(Ring(), "forward")
+    inputs = session._call_inputs(2)
+    for n in range(500):
+        session.programs.main.run(session.programs.main.prepare(inputs[n % 2]))
+    with pytest.raises(Wrong, match="overwrites the result of an earlier call"):
+        session.examine_after()
+
+
+class ScalesInPlace(Eager):
+    """As kernels that fold the scale into K in place, and restore its bits afterwards."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        q, k, v = arrays
+        k.mul_(2.0)
+        out = inner(q / 2, k, v)
+        k.mul_(0.5)
+        return out
+
+
+def test_a_kernel_that_changes_k_for_a_moment_is_wrong_if_v_is_k():
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8)
+    status, reason = mutations.Bench("cpu").verdict(ScalesInPlace(), workload)
+    assert (status, reason.partition(":")[0]) == ("incorrect", "the output is wrong if V is the same array as K")
+
+
+class OtherGradient(Eager):
+    """Whose call that returns the LSE has no gradient through its weights."""
+
+    def build_lse(self, workload: Workload, config: Config) -> Any:
+        inner = registry.get("torch.eager").build_lse(workload, {})
+        assert inner is not None
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            out, lse = inner(q.detach(), k.detach(), v)
+            return out + 0 * (q.sum() + k.sum()), lse
+
+        return call
+
+
+def test_the_gradient_of_the_call_that_returns_the_lse():
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_="train")
+    status, reason = mutations.Bench("cpu").verdict(OtherGradient(), workload)
+    assert (status, reason.partition(":")[0]) == ("incorrect", "the call that returns the LSE gives another dq")
+
+
+@pytest.mark.parametrize("kept", [0, 3 << 20])
+def test_what_a_kernel_keeps_is_counted_without_the_copies_of_its_first_result(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+):
+    class Keeps(Eager):
+        workspace: Any = None
+
+        def call(self, inner: Any, arrays: Any) -> Any:
+            self.workspace = torch.empty(kept, dtype=torch.uint8) if self.workspace is None else self.workspace
+            return inner(*arrays)
+
+    def held(framework: Any, device: str) -> int:
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    monkeypatch.setattr(type(frameworks.get("torch")), "held", held)
+    monkeypatch.setattr("attnbench.measuring.session.UNSEEN_BYTES", 1)
+    gc.collect()
+    assert opened(Keeps(), "train")._kept_bytes == kept
+
+
+def test_an_implementation_that_keeps_what_it_was_built_for_last():
+    class Last(Eager):
+        def build(self, workload: Workload, config: Config) -> Any:
+            self.inner = registry.get("torch.eager").build(workload, {})
+            return lambda *arrays: self.inner(*arrays)
+
+    workload = Workload(batch=1, q_len=600, heads=2, head_dim=8, mask=masks.window(100, 0))
+    kernel, bench = Last(), mutations.Bench("cpu")
+    with pytest.raises((Wrong, RuntimeError)):
+        examine(bench.subject(kernel, workload), thorough=True, build=lambda w: kernel.build(w, {}))
+    examine(bench.subject(kernel, workload), thorough=False)

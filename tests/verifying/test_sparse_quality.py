@@ -101,6 +101,54 @@ class Blinkered(Implementation):
         return lambda q, k, v: {"sparsity": 0.5}
 
 
+class Boastful(Implementation):
+    """Computes exactly what is asked, and reports another amount of work, or of recall."""
+
+    name, framework = "torch.boastful", "torch"
+
+    def __init__(self, figures: dict[str, float], approximate: bool = False, with_lse: bool = True) -> None:
+        self.figures, self.approximate, self.with_lse = figures, approximate, with_lse
+        self.declared_error, self.declared_recall = (0.1, 0.9) if approximate else (None, None)
+
+    def supports(self, workload, environment):
+        return None
+
+    def build(self, workload, config):
+        return registry.get("torch.eager").build(workload, {})
+
+    def build_lse(self, workload, config):
+        return registry.get("torch.eager").build_lse(workload, {}) if self.with_lse else None
+
+    def quality(self, workload, config):
+        return lambda q, k, v: dict(self.figures)
+
+
+@pytest.mark.parametrize("work", [2.0, 0.01])
+def test_the_work_of_an_exact_kernel_is_that_of_the_workload(verified, work):
+    with registry.restored():
+        registry.register(Boastful({"work": work}))
+        record = verified("torch.boastful", Workload(**SHAPE))
+    assert (record.status, record.quality) == ("ok", {})
+
+
+@pytest.mark.parametrize(
+    "figures,with_lse,says",
+    [
+        ({"work": 2.0}, True, "reports work 2"),
+        ({"work": 0.0}, True, "reports work 0"),
+        ({"sparsity": float("nan")}, True, "reports sparsity nan"),
+        ({"recall": 1.0}, False, "returns no LSE to measure it by"),
+    ],
+    ids=str,
+)
+def test_figures_that_cannot_be_are_refused(verified, figures, with_lse, says):
+    with registry.restored():
+        registry.register(Boastful(figures, approximate=True, with_lse=with_lse))
+        record = verified("torch.boastful", Workload(**SHAPE))
+    assert record.status == "incorrect"
+    assert says in record.reason
+
+
 def test_a_recall_below_the_declared_one_is_wrong(verified):
     with registry.restored():
         registry.register(Blinkered())

@@ -24,13 +24,25 @@ from attnbench.frameworks.host_memory import resident_growth
 from attnbench.measuring.rates import cost_of
 from attnbench.measuring.sampling import take_block
 from attnbench.registry import HERE, origin
-from attnbench.spec import Call, Cell, Environment, Implementation, Memory, Ok, Partial, Ranks, VerifiedAt, Workload
+from attnbench.spec import (
+    Array,
+    Call,
+    Cell,
+    Environment,
+    Implementation,
+    Memory,
+    Ok,
+    Partial,
+    Ranks,
+    VerifiedAt,
+    Workload,
+)
 from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
 from attnbench.verifying.invariants import require_result_kept
 from attnbench.verifying.sparse_quality import quality_of
-from attnbench.verifying.subject import Subject, Wrong
+from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.suites import shrink
@@ -110,6 +122,9 @@ class Session:
         self._transforms = Transforms(framework, self._device, cell.workload, implementation.layout, self._rng)
         self._compared_whole: set[str] = set()
         """Parts of which a timed call has been compared as a whole."""
+        self._held_result: tuple[Array, ...] = ()
+        self._held_bits: list[bytes] = []
+        """Digests of a result that no later call may change, if the framework's arrays can be changed."""
         self._kept_bytes = 0
         """Bytes that the implementation holds between calls: the growth of the process since before it was built."""
         self._calls = 0
@@ -138,7 +153,7 @@ class Session:
             del copied
             gc.collect()
             after = self._framework.held(self._device)
-            kept = 0 if before is None or after is None else after - before
+            kept = 0 if before is None or after is None else after - before - self._held_by_copies(of_first_call)
             self._kept_bytes = kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
         with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
             subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
@@ -161,6 +176,7 @@ class Session:
         with stages.timed("verify"):
             self._checks.compare_first(dict(zip(self.output_names, of_first_call)))
             del of_first_call
+            self._hold_a_result()
         return Ok(
             implementation=self.cell.implementation,
             workload=self.cell.workload,
@@ -274,7 +290,17 @@ class Session:
         except Wrong as wrong:
             raise Wrong(f"{ONLY_LATER} {self._calls} calls: {wrong}", wrong.errors, wrong.detail) from wrong
 
+    def _hold_a_result(self) -> None:
+        """Keep the result of a call until the last sample: a ring of output buffers would write over it at last."""
+        framework = self._framework
+        if framework.overwrites:
+            self._held_result = run(self.programs.main, self._inputs[0])
+            framework.wait(self._held_result)
+            self._held_bits = [framework.checksum(array) for array in self._held_result]
+
     def _examine_outputs_again(self) -> None:
+        if self._held_bits != [self._framework.checksum(array) for array in self._held_result]:
+            raise Wrong("overwrites the result of an earlier call")
         examine_after(self._examined)
 
     def trace(self, folder: Path) -> Path:
@@ -342,6 +368,16 @@ class Session:
         # What is no array of the framework is refused later, with a reason.
         arrays = isinstance(output, tuple) and all(map(self._framework.owns, output))
         return spent_ns, self._framework.snapshot(output) if arrays else output
+
+    def _held_by_copies(self, arrays: tuple[Any, ...]) -> int:
+        """Return by how much copies of such arrays make grow what the process holds."""
+        if not isinstance(arrays, tuple) or not all(map(self._framework.owns, arrays)):
+            return 0
+        before = self._framework.held(self._device)
+        copies = self._framework.snapshot(arrays)
+        self._framework.wait(copies)
+        after = self._framework.held(self._device)
+        return 0 if before is None or after is None else after - before
 
     def _profiled(self) -> tuple[list[str] | None, str | None]:
         kernels, reason = self._framework.kernels(self.programs.main, self._inputs[0], self._device)
@@ -424,7 +460,7 @@ class Session:
 
     def _notes(self, ranks: Ranks | None) -> tuple[str, ...]:
         why = self._implementation.verify_only
-        notes = (f"verified, not timed: {why}",) if why else ()
+        notes = (*self.findings.notes, *([f"verified, not timed: {why}"] if why else ()))
         return notes if ranks is None or ranks.reason is None else (*notes, ranks.reason)
 
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:

@@ -20,16 +20,19 @@ from attnbench.spec import Array, Errors, Partial, VerifiedAt
 from attnbench.verifying import probes, whole_output
 from attnbench.verifying.invariants import (
     OVERWRITES,
-    check_hidden_nan,
+    check_built_beside,
+    check_nan,
     check_one_value,
     check_overwritten_inputs,
     check_places,
     check_prefill_and_decode,
+    check_shared_memory,
     check_strided_dout,
+    check_strided_inputs,
     check_unseen_key,
 )
 from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
-from attnbench.verifying.scales import check_magnitudes, check_scale_and_softcap
+from attnbench.verifying.scales import check_after_large, check_magnitudes, check_scale_and_softcap
 from attnbench.verifying.subject import Build, Examination, Findings, Subject, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare
 
@@ -81,16 +84,21 @@ CHECKS = (
           lambda e: _check_pointed_rows(e.subject), exact=True, after=True),
     Check("tokens of zeros", "1 call, the reference of sampled rows and heads",
           lambda e: _check_zeros(e.subject), exact=True, after=True),
-    Check("dO in another order of memory", "4 calls, if the pass has gradients",
-          lambda e: check_strided_dout(e.subject, e.outputs, e.limits)),
+    Check("light keys beside a heavy one", "1 call, the reference of sampled rows and heads",
+          lambda e: _check_sinks(e.subject), exact=True, after=True),
+    Check("Q, K and V in another order of memory", "1 call; only noted", check_strided_inputs),
+    Check("K and V in one array", "2 calls", check_shared_memory),
+    Check("dO in another order of memory", "4 calls, if the pass has gradients", check_strided_dout),
     Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
           lambda e: check_scale_and_softcap(e.subject, e.outputs), exact=True, after=True),
     Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", check_lse),
     Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", check_magnitudes,
           after=True),
+    Check("another shape beside it", "another build, 1 call", check_built_beside, thorough=True),
     Check("prefill and decode", "2 programs, 2 calls", check_prefill_and_decode, thorough=True),
     Check("partial form", "2 calls, the reference of a head", check_partial_form, thorough=True),
-    Check("a hidden NaN", "1 call; only noted", check_hidden_nan),
+    Check("NaN in V", "2 calls; a hidden one is only noted", check_nan),
+    Check("a call after one with larger logits", "8 calls", check_after_large, after=True),
 )  # fmt: skip
 """Checks after the comparison of sampled rows with the reference, the cheap ones first."""
 
@@ -124,7 +132,7 @@ def examine(
         properties=tuple(held),
         hidden_nan=examination.hidden_nan,
     )
-    return replace(examination.found, errors=errors)
+    return replace(examination.found, errors=errors, notes=tuple(examination.notes))
 
 
 def examine_again(subject: Subject) -> Findings:
@@ -295,6 +303,16 @@ def _check_zeros(subject: Subject) -> tuple[str, ...]:
             typical = subject.workload.kv_len**-0.5 if name == "out" else 0.0
             _compare_sampled(subject, name, array, "zeros", what, subject.summed, typical)
     return ("zeros are no padding",)
+
+
+def _check_sinks(subject: Subject) -> tuple[str, ...]:
+    """Compare sampled rows and gradients of V of inputs in which one key in many has nearly all the weight and no
+    value, so that a row is made of light keys; return the property."""
+    for name, array in subject.outputs(subject.draws.probe("sinks", subject.layout)).items():
+        if name == "out" or (name == "dv" and subject.draws.gradient_heads):
+            what = f"{whole_output.LONG_NAMES[name]} (light keys beside a heavy one)"
+            _compare_sampled(subject, name, array, "sinks", what, subject.summed)
+    return ("light keys count",)
 
 
 class RowPlaces(NamedTuple):

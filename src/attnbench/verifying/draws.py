@@ -265,6 +265,8 @@ class Draws:
             return probes.steep(self.framework, self.device, self.workload, self.seed)
         if name == "counted_pairs":
             return probes.counted_pairs(self.framework, self.device, self.workload, self.reached_keys, self.seed)
+        if name == "sinks":
+            return probes.sinks(self.framework, self.device, self.workload, self._normal, self.seed)
         if name == "zeros":
             return probes.zeros(self.framework, self.workload, self._normal, self.seed)
         return probes.pointed(self.framework, self.device, self.workload, self._normal, self.seed)

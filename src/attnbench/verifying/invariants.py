@@ -19,6 +19,7 @@ from attnbench.masks import Causal
 from attnbench.spec import Array, Call
 from attnbench.verifying.subject import Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, rounded_terms, spot
+from attnbench.workloads.suites import shrink
 
 SMALL = 1e-3
 """Share of a typical head's size; smaller heads are compared with it instead of their own size."""
@@ -155,41 +156,112 @@ def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: 
     return ("overwritten inputs",)
 
 
-def check_strided_dout(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> tuple[str, ...]:
+TRANSPOSED, LAST_AXIS = (0, 2, 1, 3), (0, 1, 3, 2)
+DEPENDS_ON_DOUT = (
+    "gradients are wrong if dO has another order of memory than in earlier calls of the shape (a library keeps a plan "
+    "for the first one)"
+)
+
+
+def _ordered(subject: Subject, array: Array, order: tuple[int, ...]) -> Array:
+    """Return a copy whose axes lie in memory in this order."""
+    xp = array_api_compat.array_namespace(array)
+    (dense,) = subject.framework.snapshot((xp.permute_dims(array, order),))
+    return xp.permute_dims(dense, order)
+
+
+def _cut_out(array: Array, before: int) -> Array:
+    """Return a copy that is the last columns of an array `before` times as much wider, as of joined projections."""
+    xp = array_api_compat.array_namespace(array)
+    return xp.concat([array] * (before + 1), axis=3)[..., before * array.shape[3] :]
+
+
+def check_strided_inputs(examination: Examination) -> tuple[str, ...]:
+    """Check that results are right if Q, K and V are views: transposed, and cut out of wider arrays; return the
+    property.
+
+    Wrong results of views are noted: the caller may hand over dense arrays, as `ab.attention` does to implementations
+    that are not ours. Nothing is checked if arrays have no order of memory, or if the call refuses views.
+    """
+    subject = examination.subject
+    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    if not framework.overwrites:
+        return ()
+    views = inputs._replace(
+        q=_ordered(subject, inputs.q, TRANSPOSED), k=_cut_out(inputs.k, 1), v=_ordered(subject, inputs.v, TRANSPOSED)
+    )
+    try:
+        outputs = subject.outputs(views)
+    except Exception:
+        return ()
+    if wrong := _first_apart(subject, examination.outputs, outputs, examination.limits):
+        examination.notes.append(f"takes dense arrays only: {wrong[0]} is wrong if Q, K and V are views ({wrong[1]})")
+        return ()
+    return ("Q, K and V in any order of memory",)
+
+
+def check_shared_memory(examination: Examination) -> tuple[str, ...]:
+    """Check that results are right if V is the array of K, as in latent attention; return the property.
+
+    A kernel that changes an input and then restores it reads the changed one as the other.
+    """
+    subject, w = examination.subject, examination.subject.workload
+    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    if not framework.overwrites or w.head_dim != w.value_dim:
+        return ()
+    (copy,) = framework.snapshot((inputs.k,))
+    right = subject.outputs(inputs._replace(v=copy))
+    if wrong := _first_apart(subject, right, subject.outputs(inputs._replace(v=inputs.k)), examination.limits):
+        raise Wrong(f"{wrong[0]} is wrong if V is the same array as K: {wrong[1]}")
+    return ("K and V in one array",)
+
+
+def check_strided_dout(examination: Examination) -> tuple[str, ...]:
     """Check that gradients are right if dO has another order of memory, as after a transposition, or is one number at
     every place, as after a sum; return the property.
 
     Nothing is checked without gradients or if arrays have no order of memory. A call that refuses such a dO passes, but
-    has no property: it gives nobody a wrong number.
+    has no property: it gives nobody a wrong number. Gradients that are right as soon as Q too is new in its order of
+    memory are noted: the function follows dO, but a library below it keeps a plan for the first order.
     """
+    subject, good, limits = examination.subject, examination.outputs, examination.limits
     framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
     if not framework.overwrites or not subject.workload.needs_gradients:
         return ()
     xp = array_api_compat.array_namespace(inputs.dout)
-    orders = {"transposed": (0, 2, 1, 3), "strided along its last axis": (0, 1, 3, 2)}
-    cases = {}
-    for words, order in orders.items():
-        (dense,) = framework.snapshot((xp.permute_dims(inputs.dout, order),))
-        cases[words] = (xp.permute_dims(dense, order), good)
+    orders = {"transposed": TRANSPOSED, "strided along its last axis": LAST_AXIS}
+    cases = {words: (_ordered(subject, inputs.dout, order), good) for words, order in orders.items()}
     number = xp.broadcast_to(inputs.dout[:1, :1, :1, :1], inputs.dout.shape)
     cases["one number that is expanded"] = number, None
-    refused = False
-    for words, (dout, right) in cases.items():
+    held = True
+    for times, (words, (dout, right)) in enumerate(cases.items(), 1):
+        given = inputs._replace(dout=dout)
         try:
-            outputs = subject.outputs(inputs._replace(dout=dout))
+            outputs = subject.outputs(given)
         except Exception:
-            refused = True
+            held = False
             continue
         right = right or subject.outputs(inputs._replace(dout=framework.snapshot((dout,))[0]))
-        for name, got in outputs.items():
-            bound = SLACK * limits[name].relative
-            if found := _head_apart(subject, name, right[name], got, bound):
-                batch, head, share = found
-                raise Wrong(
-                    f"{LONG_NAMES[name]} is wrong if dO is {words}: batch {batch}, head {head} is off by {share:.1e}, "
-                    f"{bound:.1e} allowed"
-                )
-    return () if refused else ("dO in any order of memory",)
+        if (wrong := _first_apart(subject, right, outputs, limits)) is None:
+            continue
+        held, fresh = False, given._replace(q=_cut_out(given.q, times))
+        if _first_apart(subject, right, subject.outputs(fresh), limits) is not None:
+            raise Wrong(f"{wrong[0]} is wrong if dO is {words}: {wrong[1]}")
+        if DEPENDS_ON_DOUT not in examination.notes:
+            examination.notes.append(DEPENDS_ON_DOUT)
+    return ("dO in any order of memory",) if held else ()
+
+
+def _first_apart(
+    subject: Subject, right: Mapping[str, Array], outputs: Mapping[str, Array], limits: Mapping[str, Limits]
+) -> tuple[str, str] | None:
+    """Return the name of the first output with a head that is off by more than allowed, and where; or None."""
+    for name, got in outputs.items():
+        bound = SLACK * limits[name].relative
+        if found := _head_apart(subject, name, right[name], got, bound):
+            batch, head, share = found
+            return LONG_NAMES[name], f"batch {batch}, head {head} is off by {share:.1e}, {bound:.1e} allowed"
+    return None
 
 
 def require_result_kept(subject: Subject, program: Program) -> None:
@@ -204,6 +276,21 @@ def require_result_kept(subject: Subject, program: Program) -> None:
         framework.wait(run(program, second))
         if not all(framework.same_bits(old, now) for old, now in zip(before, held)):
             raise Wrong(OVERWRITES)
+
+
+def check_built_beside(examination: Examination) -> tuple[str, ...]:
+    """Check that the call gives the same after another one was built for a smaller shape; return the property.
+
+    `ab.attention` keeps the calls of many shapes side by side. Nothing is checked without a call for another shape.
+    """
+    subject = examination.subject
+    small = shrink(subject.workload)
+    if examination.build is None or small == subject.workload or examination.build(small) is None:
+        return ()
+    again = subject.outputs(subject.draws.inputs(subject.layout)[0])
+    if wrong := _first_apart(subject, examination.outputs, again, examination.limits):
+        raise Wrong(f"{wrong[0]} is wrong after a call for another shape was built: {wrong[1]}")
+    return ("calls of two shapes side by side",)
 
 
 def check_prefill_and_decode(examination: Examination) -> tuple[str, ...]:
@@ -275,15 +362,28 @@ def check_unseen_key(subject: Subject) -> tuple[str, ...]:
     return ("an unseen key changes nothing",)
 
 
-def check_hidden_nan(examination: Examination) -> tuple[str, ...]:
-    """Note `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; nothing if
-    every key is seen."""
-    subject = examination.subject
-    if subject.workload.pass_ != "backward" and (hidden := _first_hidden(subject)) is not None:
-        batch, key, rows = hidden
-        out = subject.row(_with_key(subject, batch, key, float("nan")), batch)[rows]
-        examination.hidden_nan = "contained" if np.isfinite(out).all() else "leaks"
-    return ()
+def check_nan(examination: Examination) -> tuple[str, ...]:
+    """Require that rows which see a NaN value are NaN, so that divergence shows; return the property.
+
+    Notes `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; nothing if every
+    key is seen. A call that raises for NaN passes.
+    """
+    subject, first = examination.subject, examination.subject.draws.inputs(examination.subject.layout)[0]
+    if subject.workload.pass_ == "backward":
+        return ()
+    seen = subject.framework.put(first.v, (...,), float("nan"))
+    try:
+        out = subject.row(first._replace(v=seen), 0)
+        if (hidden := _first_hidden(subject)) is not None:
+            batch, key, rows = hidden
+            other = subject.row(_with_key(subject, batch, key, float("nan")), batch)[rows]
+            examination.hidden_nan = "contained" if np.isfinite(other).all() else "leaks"
+    except Exception:
+        return ()
+    sees = np.broadcast_to(_rows_see(subject), (subject.workload.batch, *out.shape[:2]))[0]
+    if subject.declared_error is None and np.isfinite(out[sees == 1]).any():
+        raise Wrong("rows that see NaN in V are finite: NaN is replaced, so that a diverging model would not show")
+    return ("a NaN that is seen shows",)
 
 
 def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:

@@ -68,6 +68,8 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
     _check_steep(subject, joined)
     if subject.lse_gradient and subject.workload.needs_gradients:
         _check_gradient(subject, subject.lse)
+    if subject.workload.needs_gradients and (examination.thorough or not subject.framework.compiles):
+        _check_output_gradient(examination, subject.lse)
     bound = SLACK * worst.allowed
     if (places := draw_places(subject)) is not None:
         elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
@@ -191,6 +193,32 @@ def _check_steep(subject: Subject, joined: Joined) -> None:
         result = compare_large_lse(got, right, right, np.abs(right), w.dtype)
         if result.fault:
             raise Wrong(f"{result.fault} (all logits far below 0)")
+
+
+def _check_output_gradient(examination: Examination, call: Call) -> None:
+    """Compare the gradients of the output of the call that returns the LSE with those of the call without it.
+
+    A call that refuses gradients passes.
+    """
+    subject, fw = examination.subject, examination.subject.framework
+    inputs = subject.draws.inputs(subject.layout)[0]
+    xp = array_api_compat.array_namespace(inputs.dout)
+    dout = fw.cast(xp.concat([inputs.dout, 0 * inputs.dout[..., :1]], axis=-1), subject.wide)
+    inputs = inputs._replace(dout=dout)
+    try:
+        found = run(fw.programs(_joined(subject, call), "backward", inputs).main, inputs)
+    except Wrong:
+        raise
+    except Exception:
+        return
+    fw.wait(found)
+    for name, got in zip(("dq", "dk", "dv"), found):
+        good, limits = examination.outputs[name], examination.limits[name]
+        if differs := apart(fw, got, good, limits, subject.workload.dtype):
+            raise Wrong(
+                f"the call that returns the LSE gives another {name}: {spot(differs, subject.layout)} differs by "
+                f"{differs.share:.1e}, {differs.allowed:.1e} allowed"
+            )
 
 
 def _check_gradient(subject: Subject, call: Call) -> None:

@@ -19,6 +19,9 @@ single pair carries the row and its gradients.
 
 `zeros`: normal inputs in which whole tokens are zeros, in all heads: queries, keys, values, and keys with their values,
 the last tokens among them. A kernel that takes a token of zeros for padding leaves it out.
+
+`sinks`: as in language models, one key in many has nearly all the weight of a row and a value of zeros, so that the
+output is made of the light keys alone. A kernel that leaves out keys of little weight leaves out the row.
 """
 
 from __future__ import annotations
@@ -71,6 +74,9 @@ LARGEST_NORMAL = 8.0
 """Bound of the sum of two normal numbers."""
 TAIL = 8
 """One token in so many is at the end of the keys that `zeros` pads with zeros."""
+SINK_LOGIT, SINK_SHARE = 9.0, 1 / 64
+"""Logit of the heavy keys of `sinks`, where light ones have 0, and share of heavy keys: weights of light keys are still
+normal numbers of float16."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -252,6 +258,33 @@ def zeros(framework: Framework, workload: Workload, normal: Inputs, seed: int) -
     empty = {"q": of_q, "k": (kind == 0) | (kind == 2), "v": (kind == 1) | (kind == 2)}
     kept = {name: (~tokens).astype(np.float32)[:, :, None, None] for name, tokens in empty.items()}
     return normal._replace(**{name: framework.multiply(getattr(normal, name), kept[name]) for name in kept})
+
+
+def sinks(framework: Framework, device: str, workload: Workload, normal: Inputs, seed: int) -> Inputs:
+    """Make the input set, bshd, of a normal one, whose V and dO are its own but for the zeros of heavy keys.
+
+    Queries are one vector for each key/value head, times -1 if the scale is negative; a heavy key is that vector, and
+    the others are nothing. Each value is shifted by 1, so that light keys do not cancel.
+    """
+    w, rng = workload, np.random.default_rng([seed, 18])
+    heavy = rng.random(w.kv_len) < SINK_SHARE
+    heavy[0] = True
+    logit = min(SINK_LOGIT, inf if w.softcap is None else NEAR_CAP * w.softcap, _largest_logit(w))
+    channels = _channels(w)
+    size = (logit / (channels * abs(w.softmax_scale))) ** 0.5 if w.softmax_scale else 1.0
+    axis = np.zeros((w.kv_heads, w.head_dim), np.float32)
+    axis[:, :channels] = size * rng.choice(np.array([-1, 1], np.float32), (w.kv_heads, channels))
+    sign = -1.0 if w.softmax_scale < 0 else 1.0
+    xp = array_api_compat.array_namespace(normal.v)
+
+    def put(values: np.ndarray, *shape: int) -> Any:
+        narrow = framework.array(values.astype(np.float32), w.dtype, device)
+        return framework.snapshot((xp.broadcast_to(narrow, shape),))[0]
+
+    q = put(np.repeat(sign * axis, w.group, axis=0), w.batch, w.q_len, w.heads, w.head_dim)
+    k = put(heavy[:, None, None] * axis, w.batch, w.kv_len, w.kv_heads, w.head_dim)
+    light = put((~heavy).astype(np.float32)[:, None, None], w.batch, w.kv_len, w.kv_heads, w.value_dim)
+    return Inputs(q, k, (normal.v + light) * light, normal.dout)
 
 
 def pointed_logit(w: Workload) -> float:

@@ -20,7 +20,7 @@ from attnbench.spec import DTYPE_BYTES, Array
 from attnbench.verifying.draws import SCALED, SETS
 from attnbench.verifying.invariants import head_norms, rounded_of_head
 from attnbench.verifying.subject import Examination, Subject, Wrong
-from attnbench.verifying.tolerance import EPS, SLACK, Limits, first_over, rounded_terms, typical_row
+from attnbench.verifying.tolerance import EPS, SLACK, Limits, apart, first_over, rounded_terms, spot, typical_row
 from attnbench.verifying.truths import Truth
 
 SCALES = (0.1, 1.0, 10.0, 100.0)
@@ -63,6 +63,33 @@ def check_magnitudes(examination: Examination) -> tuple[str, ...]:
     _require_finite(subject, subject.outputs(first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
     examination.stability = "scales " + ", ".join([*tried, "outlier"])
     return ("exact under powers of two",) if exact else ()
+
+
+LARGER = (15.0, 70.0, 85.0, 100.0)
+"""Logits of calls before one of the first input set, beyond its own largest: exponentials of its logits minus these end
+in what float16, and float32 with and without subnormal numbers, cannot hold."""
+
+
+def check_after_large(examination: Examination) -> tuple[str, ...]:
+    """Check that a call after one with larger logits gives what it gave before; return the property.
+
+    A kernel that keeps a maximum or a scale from call to call would lose small weights in it.
+    """
+    subject, fw, good = examination.subject, examination.subject.framework, examination.outputs
+    first, dtype = subject.draws.inputs(subject.layout)[0], subject.workload.dtype
+    largest = float(subject.draws.logit_gaps(0)[1].max())
+    for beyond in LARGER if largest > 0 else ():
+        q = fw.multiply(first.q, np.array((largest + beyond) / largest))
+        if not fw.is_finite(q):
+            continue
+        subject.outputs(first._replace(q=fw.cast(q, dtype)))
+        for name, got in subject.outputs(first).items():
+            if differs := apart(fw, got, good[name], examination.limits[name], dtype):
+                raise Wrong(
+                    f"{name} is wrong after a call whose logits are larger by {beyond:g}: "
+                    f"{spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed"
+                )
+    return ("no memory of larger logits",)
 
 
 def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:

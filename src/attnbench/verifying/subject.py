@@ -6,7 +6,7 @@ An examination is a subject whose outputs are right, and what was found about it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -112,6 +112,8 @@ class Findings:
     forward: Limits | None
     backward: Mapping[str, Limits] | None
     """Allowed errors of each gradient; as those of `forward`, None if they were not compared."""
+    notes: tuple[str, ...] = ()
+    """Faults that make no result of this cell wrong, for the reader of the record."""
 
     def limits(self, name: str, dtype: str) -> Limits:
         """Return the allowed errors of an output.
@@ -141,6 +143,8 @@ class Examination:
     """Scales of the inputs at which results are finite and right."""
     hidden_nan: str = ""
     """Reach of a NaN that the mask hides: contained or leaks."""
+    notes: list[str] = field(default_factory=list)
+    """As in Findings."""
 
     @property
     def outputs(self) -> dict[str, Array]:
