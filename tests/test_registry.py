@@ -185,3 +185,18 @@ def test_one_registered_by_hand_under_a_known_name_is_not_ours(monkeypatch):
     registry.register(Function(lambda q, k, v: q, "numpy", "numpy.float32"))
     assert registry.origin("numpy.float32") == registry.HERE
     assert group_of(registry.get("numpy.float32")).has_user_code
+
+
+def test_what_is_built_from_a_name_is_forgotten_when_it_is_registered_again():
+    calls = []
+
+    @registry.cached(8)
+    def built(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    assert [built("a"), built("a")] == [1, 1]
+    with registry.restored():
+        registry.register(registry.Function(lambda q, k, v: q, "numpy", "mine"))
+        assert [built("a"), built("a")] == [2, 2]
+    assert built("a") == 3

@@ -7,22 +7,26 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 GROUP = "attnbench.implementations"
 _registered: dict[str, Implementation] = {}
 _generation = 0
+_caches: list[Callable[[], None]] = []
 
+OURS = "attnbench"
+"""Origin of the implementations of this package."""
 HERE = "this process"
 """Origin of implementations that no package brings."""
-OURS = "attnbench"
-"""Origin of our own implementations."""
 
 
 def is_reference(what: Any) -> bool:
@@ -40,9 +44,8 @@ def register(implementation: Implementation) -> Implementation:
     """Add an implementation for this process, and return it, so that the call can wrap its creation."""
     if not isinstance(implementation, Implementation):
         raise UsageError(f"register takes an attnbench Implementation, not {type(implementation).__name__}.")
-    global _generation
-    _generation += 1
     _registered[implementation.name] = implementation
+    _outdated()
     return implementation
 
 
@@ -54,14 +57,31 @@ def generation() -> int:
 @contextmanager
 def restored() -> Iterator[None]:
     """Forget at the end of the block whatever was registered inside."""
-    global _generation
     before = dict(_registered)
     try:
         yield
     finally:
-        _generation += 1
         _registered.clear()
         _registered.update(before)
+        _outdated()
+
+
+def _outdated() -> None:
+    global _generation
+    _generation += 1
+    for clear in _caches:
+        clear()
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator like lru_cache whose cache is emptied by every registration, for what is built from a name."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        kept = lru_cache(maxsize)(function)
+        _caches.append(kept.cache_clear)
+        return cast("Callable[P, T]", kept)
+
+    return decorate
 
 
 def names() -> list[str]:

@@ -247,3 +247,33 @@ def test_an_lse_that_only_float32_has_is_refused_with_these_words():
     q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(Unsupported, match=r"jax\.xla .*returns no LSE in bfloat16, only in float32"):
         ab.attention(q, q, q, impl="jax.xla", return_lse=True)
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_kernel_that_is_not_ours_gets_dense_arrays(framework):
+    """It is verified on such, and may read memory without looking at strides."""
+    if framework == "torch":
+        pytest.importorskip("torch")
+    seen = []
+
+    class Dense(registry.Function):
+        def build(self, workload, config):
+            inner = registry.get("numpy.reference" if framework == "numpy" else "torch.eager").build(workload, {})
+
+            def call(*arrays):
+                dense = lambda x: x.is_contiguous() if framework == "torch" else x.flags.c_contiguous  # noqa: E731
+                seen.extend(map(dense, arrays))
+                return inner(*arrays)
+
+            return call
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 2, 6, 8), np.float32).swapaxes(1, 2) for _ in range(3)]
+    if framework == "torch":
+        import torch
+
+        arrays = [torch.from_numpy(x) for x in arrays]
+    with registry.restored():
+        registry.register(Dense(None, framework, "mine.dense"))
+        ab.attention(*arrays, impl="mine.dense")
+    assert seen == [True, True, True]

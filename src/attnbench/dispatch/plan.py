@@ -15,12 +15,15 @@ from functools import cache, lru_cache
 from threading import Lock, local
 from typing import Any, NoReturn
 
+import numpy as np
+
 from attnbench.dispatch.choice import PickDecision, chosen, decide, next_choice, report
 from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, to_layout
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
+from attnbench.registry import OURS, origin
 from attnbench.spec import Array, Call, Implementation
 from attnbench.tracing import is_fake
 
@@ -142,7 +145,7 @@ def built(pick: Implementation, decision: PickDecision, demand: Demand, layout: 
     with outside_traces:
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
-    call = in_usual_promotion(call) if demand.framework == "jax" else call
+    call = in_usual_promotion(call) if demand.framework == "jax" else on_dense(call, demand.framework, pick.name)
     if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
         call = _without_lse_gradient(call, pick.name, demand.framework)
     prepare = getattr(call, "prepare", None)
@@ -158,6 +161,19 @@ def built(pick: Implementation, decision: PickDecision, demand: Demand, layout: 
             return run(q, k, v)
 
     return undisturbed
+
+
+def on_dense(call: Call, framework: str, name: str) -> Call:
+    """Return the call of an implementation; of one that is not ours, a call that copies views into dense arrays.
+
+    Kernels are verified on dense arrays, and one that reads memory without looking at strides would read a transposed
+    view, or one cut out of joined projections, wrongly.
+    """
+    if origin(name) == OURS:
+        return call
+    if framework == "numpy":
+        return lambda *arrays: call(*map(np.ascontiguousarray, arrays))
+    return lambda *arrays: call(*(array.contiguous() for array in arrays))
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:

@@ -55,7 +55,7 @@ def environment_of(device: str) -> Environment:
     return frameworks.get("torch").environment(device)
 
 
-@lru_cache(maxsize=4096)
+@registry.cached(4096)
 def choose(kernel: str, workload: Workload, device: str, rules: Rules = NO_RULES) -> tuple[str, Partial]:
     """Return name and (forward, backward) for a part; raise Unsupported if none can compute it.
 

@@ -11,13 +11,13 @@ shapes and strides alone is a plan, made once: a call only takes its views, runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnbench import masks
+from attnbench import masks, registry
 from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse, turned
 from attnbench.impls.partial.torch_choice import Rules, choose, current
 from attnbench.impls.partial.torch_passes import merge_, nothing_yet
@@ -77,7 +77,7 @@ def partial_of(
     return _partial(kernel, kind, str(dtype).removeprefix("torch."), sizes, causal, scale, current())
 
 
-@lru_cache(maxsize=4096)
+@registry.cached(4096)
 def _partial(
     kernel: str, device: str, dtype: str, sizes: CallSizes, causal: bool, scale: float, rules: Rules
 ) -> Partial:
@@ -175,7 +175,7 @@ def plan_of(task: Task, q: Tensor, k: Tensor, v: Tensor) -> TaskPlan:
     return plan
 
 
-@lru_cache(maxsize=PLANS)
+@registry.cached(PLANS)
 def _plan(
     task: Task, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]], strides: Sequence[Any],
     rules: Rules,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any
 from zlib import crc32
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnbench import masks
+from attnbench import masks, registry
 from attnbench.errors import UsageError
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_tensors, fitting
@@ -117,7 +117,7 @@ def _checked_pattern(
     return Pattern(mask, q.shape[2], k.shape[2], detached, blocks)
 
 
-@lru_cache(maxsize=256)
+@registry.cached(256)
 def engine_of(
     problem: RingProblem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None = None,
     limits: tuple[int, ...] | None = None,
@@ -134,7 +134,7 @@ def engine_of(
     return RingEngine(problem, rank, LimitedWork(parts))
 
 
-@lru_cache(maxsize=256)
+@registry.cached(256)
 def _work(
     problem: RingProblem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None,
     limit: int | None,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
 from attnbench.frameworks.torch.framework import TorchFramework
@@ -263,7 +264,7 @@ class VirtualRing(ShardedCall):
         )
 
 
-@lru_cache(maxsize=64)
+@registry.cached(64)
 def _engine(workload: Workload, problem: RingProblem, rank: int, inner: str, device: torch.device) -> RingEngine:
     kernels = TileKernels(workload, inner, device)
     return RingEngine(problem, rank, work_of(problem, rank, kernels, pattern_of(workload)))
