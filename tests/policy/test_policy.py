@@ -55,6 +55,16 @@ class TestChoice:
         assert choice is not None
         assert choice.distance == pytest.approx(1)
 
+    def test_bounded_memory_holds_for_no_larger_shape(self):
+        bounded = policy(entry("torch.eager", 256), entry("torch.sdpa", 4096), within=Constraints(max_memory=10**7))
+        assert pick(bounded, 256) == pick(bounded, 200) == "torch.eager"
+        assert pick(bounded, 300) is None
+        assert pick(bounded, 2000) == "torch.sdpa"
+        why = bounded.miss(workload(8192), "torch", CPU)
+        assert why is not None
+        assert "bounds memory, and 1 x 8192 tokens" in why
+        assert pick(self.two, 8192) == "torch.sdpa"
+
     def test_off_the_grid_the_regret_is_what_was_lost_there(self):
         lost = policies.Regret(mean=1.02, worst=1.3, worst_at="there", shapes=9)
         found = policy(entry("torch.eager", 256), held_out=lost)
@@ -198,6 +208,15 @@ class TestMerge:
         both = policy(entry("torch.eager")) | policy(entry("torch.fa3"), at=GPU)
         assert [one.device for one in both.places] == ["cpu", "cuda"]
         assert both == policy(entry("torch.fa3"), at=GPU) | policy(entry("torch.eager"))
+
+    def test_another_config_is_another_choice(self):
+        lost = policies.Regret(mean=1.0, worst=1.0, worst_at="there", shapes=1)
+        old, new = (
+            structs.replace(one, use=structs.replace(one.use, config={"BLOCK_M": size}))
+            for size, one in ((64, entry("torch.flex", 256)), (128, entry("torch.flex", 256)))
+        )
+        both = policy(old, entry("torch.sdpa", 512), held_out=lost) | policy(new)
+        assert both.places[0].held_out is None
 
     def test_held_out_regret_is_pooled(self):
         def lost(mean: float, shapes: int):

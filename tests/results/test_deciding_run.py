@@ -5,9 +5,9 @@ import pytest
 from length_factory import GPU, along
 from record_factory import noisy, ok, timing, workload
 
+from attnbench.measuring.rates import KERNELS_ONLY
 from attnbench.results.recommend import recommend
 from attnbench.results.records import clock_of, on_one_clock
-from attnbench.results.run_file import KERNELS_ONLY
 from attnbench.results.sentences import closing, speedups
 from attnbench.results.standings import Standings, rank
 from attnbench.spec import Environment, Ok, Throughput

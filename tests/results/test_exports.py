@@ -68,6 +68,21 @@ def source(records: Sequence[object] = RECORDS, name: str = "run") -> list[Expor
     return [ExportedRun(name, HEADER, records)]  # type: ignore[arg-type]
 
 
+def test_a_row_has_the_date_of_its_record():
+    dated = msgspec.structs.replace(source()[0], dates=[f"2026-06-0{n}" for n in range(1, 6)])
+    assert [row["created"] for row in rows([dated])] == list(dated.dates)
+    assert {row["created"] for row in rows(source())} == {HEADER.created}
+
+
+@pytest.mark.parametrize("form", sorted(JSON))
+def test_a_time_that_a_newer_run_found_incorrect_is_not_exported(form: str):
+    newer = msgspec.structs.replace(HEADER, created="2026-06-01T00:00:00+00:00")
+    found = ExportedRun("new", newer, [incorrect("torch.sdpa", "wrong", TIMED.workload)])
+    texts = [export_text([*source(), *more], form) for more in ([], [found])]
+    assert [TIMED.cell.id in text for text in texts] == [True, False]
+    assert all(ok("torch.eager").cell.id in text for text in texts)
+
+
 def hostile() -> list[ExportedRun]:
     """Hostile implementation names, reasons and notes."""
     bad = [ok(text, [1e6, 2e6], notes=(text,)) for text in HOSTILE]

@@ -48,6 +48,27 @@ def test_what_is_written_is_read_back(written: Written):
     assert run.done == {record.cell.id for record in RECORDS}
 
 
+@pytest.mark.parametrize("quality", [{"recall": math.nan}, {"sparsity": math.inf}], ids=str)
+def test_a_figure_that_json_does_not_have_loses_only_its_record(tmp_path: Path, quality: dict[str, float]):
+    writer = RunWriter.create(tmp_path, "cpu", "quick")
+    writer.write([RECORDS[0], msgspec.structs.replace(ok("torch.odd"), quality=quality), RECORDS[1]])
+    writer.close()
+    first, odd, last = read_run(writer.path).records
+    assert (first, last) == (RECORDS[0], RECORDS[1])
+    assert (odd.implementation, odd.status) == ("torch.odd", "failed")
+    assert "cannot be kept" in odd.reason
+
+
+def test_a_record_longer_than_a_line_may_be_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnbench.results.run_file.LONGEST_LINE", 3000)
+    writer = RunWriter.create(tmp_path, "cpu", "quick")
+    writer.write([unsupported("torch.fa4", "x" * 5000), RECORDS[1]])
+    writer.close()
+    long, other = read_run(writer.path).records
+    assert (long.status, other) == ("failed", RECORDS[1])
+    assert "bytes, more than the 3,000" in long.reason
+
+
 def test_a_resumed_sitting_dates_its_records(written: Written):
     """The sitting that began the file has the header's date, and its lines hold none."""
     writer = RunWriter(written.path, new_header("9", "other"))

@@ -87,6 +87,19 @@ def test_a_chain_of_ties_is_one_rank_that_says_who_is_behind():
     ]
 
 
+def test_a_row_is_behind_if_any_of_its_rank_is_significantly_faster():
+    """The first of the rank scatters widely, so that nothing is surely slower than it."""
+    rng = np.random.default_rng(3)
+    made = [
+        ok(name, 1e6 * factor * np.exp(spread * rng.standard_normal(40)))
+        for name, factor, spread in (("wide", 1.0, 0.3), ("tight", 1.01, 0.001), ("slower", 1.06, 0.001))
+    ]
+    found = {row.implementation: row for row in rank(made)}
+    assert not told_apart(found["wide"], found["slower"])
+    assert told_apart(found["tight"], found["slower"])
+    assert {name: row.behind for name, row in found.items()} == {"wide": False, "tight": False, "slower": True}
+
+
 def test_a_row_that_scatters_widely_shares_the_rank_of_its_twin_above():
     """The twin is neither first in its rank nor the row directly above."""
     rng = np.random.default_rng(4)
@@ -132,7 +145,7 @@ def test_a_new_rank_in_a_published_run_is_certainly_slower_than_all_of_the_last(
             certain = all(told_apart(peer, row) for peer in last)
             beaten = any(told_apart(later, row) for later in rows[place + 1 :])
             assert (row.rank != above.rank) == (not row.tied) == (certain and not beaten)
-            assert row.behind == (row.tied and told_apart(last[0], row))
+            assert row.behind == (row.tied and any(told_apart(peer, row) for peer in last))
             assert row.rank in (above.rank, place + 1)
 
 

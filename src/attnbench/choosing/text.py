@@ -149,11 +149,12 @@ def _shapes_text(count: int) -> str:
 
 def document(chosen: Chosen, path: object) -> dict[str, object]:
     """Return the document that `choose --json` prints."""
-    policy = chosen.policy
+    policy, keys = chosen.policy, _place_keys(chosen.policy.places)
+    grounds = _place_keys([ground.place for ground in chosen.grounds])
     return {
         "policy": policy,
-        "on_grid": {_place_key(place): place.on_grid for place in policy.places},
-        "fixed": {_place_key(ground.place): fixed_losses(ground) for ground in chosen.grounds},
+        "on_grid": {keys[place.key]: place.on_grid for place in policy.places},
+        "fixed": {grounds[ground.place.key]: fixed_losses(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
         "host_limited": [
             {"use": entry.use.label, "workload": entry.use.measured, "ratio": ratio}
@@ -168,13 +169,20 @@ def judgement_document(
     policy: Policy, found: Sequence[tuple[Ground, Loss]], setbacks: Sequence[Setback] = ()
 ) -> dict[str, object]:
     """Return the document that `choose --judge --json` prints."""
+    keys = _place_keys([ground.place for ground, _ in found])
     return {
         "judged": policy.name,
-        "regret": {_place_key(ground.place): loss.regret for ground, loss in found},
-        "fixed": {_place_key(ground.place): fixed_losses(ground) for ground, _ in found},
+        "regret": {keys[ground.place.key]: loss.regret for ground, loss in found},
+        "fixed": {keys[ground.place.key]: fixed_losses(ground) for ground, _ in found},
         "closing": judgement(policy, [loss for _, loss in found], setbacks),
     }
 
 
-def _place_key(place: Place) -> str:
-    return f"{place.device_name}/{place.framework}"
+def _place_keys(places: Sequence[Place]) -> dict[tuple[object, ...], str]:
+    """Return device and framework of each place, by its key, with a number where several share both (other versions,
+    threads or processors)."""
+    names = [f"{place.device_name}/{place.framework}" for place in places]
+    return {
+        place.key: f"{name}#{names[:n].count(name) + 1}" if names.count(name) > 1 else name
+        for n, (place, name) in enumerate(zip(places, names, strict=True))
+    }

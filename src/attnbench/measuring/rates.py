@@ -85,6 +85,8 @@ BOUND = {"wall": 2.0, "events": 1.5}
 """Ratio of call time to kernel time from which on the host is the limit, by the clock of the whole call. A wall time
 contains the kernels and then the host: twice means that the host takes longer. Events begin when the host is ahead:
 what they contain beyond the kernels and the gaps between them is a device that waited."""
+KERNELS_ONLY = "kernels only"
+"""Clock of older records of JAX: device time without copies and fills, for which a call does wait."""
 HOST_LIMITED = "host-limited"
 """Beginning of the note in such a record."""
 
@@ -110,7 +112,7 @@ class CallTime(Struct, frozen=True):
 def call_time(record: Ok) -> CallTime | None:
     """Return the times of kernels and call in a record, by the clock that shows a wait if one does; None if it lacks
     either."""
-    kernel = _median(record, "kernel")
+    kernel = _median(record, "kernel") or _median(record, KERNELS_ONLY)
     known = [(name, ns) for name in BOUND if (ns := _median(record, name)) is not None]
     if kernel is None or not known:
         return None

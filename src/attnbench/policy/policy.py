@@ -242,8 +242,14 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return f"on a processor named {self.device_name} whose kind was not recorded"
 
     def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
-        """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one."""
-        found = ((distance(entry.at, shape), entry) for entry in self.entries if entry.at.hard == shape.hard)
+        """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one.
+
+        If memory is bounded, a shape that is larger than a measured one in any axis may need more, so that its entry
+        does not cover it.
+        """
+        bounded = self.within is not None and self.within.max_memory is not None
+        entries = [one for one in self.entries if one.at.hard == shape.hard and not (bounded and shape.exceeds(one.at))]
+        found = ((distance(entry.at, shape), entry) for entry in entries)
         return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
 
 
@@ -307,6 +313,8 @@ class Policy(
         shape = shape_of(workload)
         if found is None:
             entries = [entry for place in self.places if place.stale(environment) is None for entry in place.entries]
+            if any(entry.at.hard == shape.hard for entry in entries):
+                return f"{self.name} bounds memory, and {shape.title}, larger than every measured shape, may need more"
             return f"{self.name} has no entry for {_missing_axes(shape, entries)}"
         if found[0] <= REACH:
             return None
@@ -384,7 +392,7 @@ def pooled(parts: Iterable[Regret]) -> Regret | None:
 def _merge_places(old: Place, new: Place) -> Place:
     entries = {entry.at: entry for entry in (*old.entries, *new.entries)}
     # What was found about all entries of the older place holds only while they choose what they did.
-    kept = all(entries[entry.at].use.implementation == entry.use.implementation for entry in old.entries)
+    kept = all(entries[entry.at].use.label == entry.use.label for entry in old.entries)
     whole = {entry.at for entry in new.entries}.issuperset(entry.at for entry in old.entries)
     crossings = (*(old.crossings if kept else ()), *(new.crossings if kept or whole else ()))
     held_out = _merge_held_out(old, new) if kept else new.held_out if whole else None

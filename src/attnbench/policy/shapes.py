@@ -83,6 +83,12 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             "softcap": self.softcap,
         }
 
+    def exceeds(self, other: Shape) -> bool:
+        """Return whether any size is larger than that of a shape of the same hard axes, so that more memory may be
+        needed."""
+        sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+        return any(getattr(self, name) > getattr(other, name) for name in sizes)
+
     @property
     def layout(self) -> str:
         """MHA, GQA or MQA."""

@@ -26,14 +26,14 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.files import decode_json, read_lines
+from attnbench.files import LONGEST_LINE, decode_json, read_lines
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside
-from attnbench.spec import Environment, Ok, Record, Time
+from attnbench.measuring.rates import KERNELS_ONLY
+from attnbench.printable import printable
+from attnbench.spec import Environment, Failed, Ok, Record, Time
 
 SCHEMA = 1
-KERNELS_ONLY = "kernels only"
-"""Clock of older records of JAX: device time without copies and fills, for which a call does wait."""
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
 SHORTEST_NS, LONGEST_NS = 1e-3, 1e18
@@ -206,7 +206,11 @@ class RunWriter:
                 odd = [name for name, value in values.items() if isinstance(value, float) and not isfinite(value)]
                 errors = msgspec.structs.replace(record.errors, **dict.fromkeys(odd, sys.float_info.max))
                 stored = msgspec.structs.replace(stored, errors=errors)
-            lines.append(RecordLine(stored, key, when))
+            line = RecordLine(stored, key, when)
+            if why := _unreadable(line):
+                failed = Failed(implementation=record.implementation, workload=record.workload, reason=why)
+                line = RecordLine(failed, key, when)
+            lines.append(line)
         self._append(lines)
 
     def close(self) -> None:
@@ -221,6 +225,18 @@ class RunWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise _unwritable(self.path, error) from error
+
+
+def _unreadable(line: RecordLine) -> str:
+    """Return why a record could not be read again, or an empty text: a figure of a third party's may be anything."""
+    text = msgspec.json.encode(line)
+    if len(text) > LONGEST_LINE:
+        return f"its record has {len(text):,} bytes, more than the {LONGEST_LINE:,} that a line of a run file may have"
+    try:
+        decode_json(text, Line)
+    except (msgspec.DecodeError, UsageError) as error:
+        return f"its record cannot be kept: {printable(str(error))} (a figure that is not finite?)"
+    return ""
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from attnbench.measuring.rates import KERNELS_ONLY
 from attnbench.policy import Place, place_of
 from attnbench.results.ratios import ACROSS_RUNS, CONTENDER, RANK_LEVEL, TIE_LIMIT, Ratio, condensed, paired_ratio
 from attnbench.results.records import (
@@ -33,7 +34,6 @@ from attnbench.results.records import (
     same_kernel,
     sitting_of,
 )
-from attnbench.results.run_file import KERNELS_ONLY
 from attnbench.spec import ONLY_TIMED, Environment, Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
 NOT_TIMED = "verified, not timed"
@@ -228,7 +228,7 @@ def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str,
         opens = all(slower(record, peer) for peer in reversed(peers))
         opens = opens and not any(slower(record, later) for later in timed[position:])
         tied = bool(peers) and not opens
-        behind = tied and slower(record, peers[0])
+        behind = tied and any(slower(record, peer) for peer in peers)
         peers = [*peers, record] if tied else [record]
         yield record, {"rank": position + 1 - len(peers), "tied": tied, "behind": behind}
 

@@ -18,6 +18,7 @@ from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.printable import printable
 from attnbench.results.exports.table import ExportedRun
 from attnbench.results.run_file import Header
+from attnbench.results.standings import by_date, setbacks
 from attnbench.spec import DIRTY, Ok, Time
 
 LONGEST_NAME = 1024
@@ -37,12 +38,16 @@ class Timed(Struct, frozen=True):
 
 
 def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
-    """Return the timed cells without the anchors; these tools know a benchmark by its name, so of several the last
-    counts."""
+    """Return the timed cells without the anchors and without times that a newer run found incorrect; these tools know
+    a benchmark by its name, so of several the last counts."""
     found: dict[str, Timed] = {}
+    every = by_date(one for source in sources for one in source.dated)
+    wrong = {id(setback.record) for setback in setbacks([every]) if setback.is_wrong}
     for source in sources:
         for record in source.records:
-            if isinstance(record, Ok) and record.time is not None and record.implementation not in ANCHORS:
+            if not isinstance(record, Ok) or record.time is None or record.implementation in ANCHORS:
+                continue
+            if id(record) not in wrong:
                 name = printable(record.cell.id)
                 if len(name) > LONGEST_NAME:  # cut, with digits that tell it from others that begin alike
                     digits = hashlib.sha256(name.encode()).hexdigest()[:12]

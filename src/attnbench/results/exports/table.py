@@ -70,15 +70,21 @@ class ExportedRun(Struct, frozen=True):
     name: str
     header: Header
     records: Sequence[Record]
+    dates: Sequence[str] = ()
+    """When each record was made; empty if all were made when the run began."""
+
+    @property
+    def dated(self) -> list[tuple[str, Record]]:
+        """The records, each with the date when it was made."""
+        return list(zip(self.dates or [self.header.created] * len(self.records), self.records, strict=True))
 
 
 def rows(sources: Sequence[ExportedRun]) -> Iterator[Row]:
     """Yield a row per record of any status, with every column."""
     for source in sources:
-        header = {"run": source.name, "created": source.header.created, "suite": source.header.suite}
-        header["attnbench"] = source.header.attnbench
-        for record in source.records:
-            found = {**header, **_identity(record), **_where(record.environment), **_measured(record)}
+        header = {"run": source.name, "suite": source.header.suite, "attnbench": source.header.attnbench}
+        for when, record in source.dated:
+            found = {**header, "created": when, **_identity(record), **_where(record.environment), **_measured(record)}
             yield {name: found.get(name) for name in COLUMNS}
 
 
