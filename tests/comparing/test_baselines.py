@@ -24,6 +24,11 @@ def records(median: float = 5e6, environment=HERE, on=None):
     return [ok("torch.sdpa", rounds, on, environment=environment), *anchors]
 
 
+def test_a_baseline_has_the_date_of_its_record(tmp_path):
+    found = save(records(), tmp_path, dates={one.cell.id: "2026-06-01" for one in records()[:1]}, created="2026-01-01")
+    assert {one.created for one in found.written if one.record.cell.id == records()[0].cell.id} == {"2026-06-01"}
+
+
 def test_what_is_saved_is_found_again(tmp_path: Path):
     done = save(records(), tmp_path, note="before the rewrite", created="2026-01-02T03:04:05+00:00")
     assert [one.id for one in done.written] == [f"{HERE.fingerprint}/torch.sdpa/{workload().id}"]

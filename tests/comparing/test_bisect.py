@@ -71,6 +71,12 @@ def test_a_commit_is_as_fast_only_if_it_surely_lacks_the_slowdown(
     assert judge(None, sought) is None
 
 
+@pytest.mark.parametrize("ratio,slower", [(1.03, False), (1.2, True), (1.13, True), (1.105, None), (1.09, False)])
+def test_a_small_slowdown_is_not_the_large_one_that_is_sought(ratio: float, slower: bool | None):
+    """Half of 1.236, by factor, is 1.112."""
+    assert judge(comparison("slower", ratio), comparison("slower", 1.236)) is slower
+
+
 def test_the_metric_that_shows_the_slowdown_is_the_one_that_must_lack_it():
     sought = comparison("slower", 1.0, cpu=1.2)
     assert judge(comparison("same", 1.04, cpu=1.0), sought) is False

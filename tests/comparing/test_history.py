@@ -35,6 +35,14 @@ def source(commit: str, time: float, machine: float = 1.0, created: str = "", **
     return HistoryFile(created or f"2026-01-01T00:00:{ord(commit[-1]) if commit else 0:02d}", [cell, *anchors])
 
 
+def test_a_point_has_the_date_of_its_record_and_not_of_its_file():
+    """A cell that `--resume` added in June to a file of January is newer than a run of March."""
+    january, march = source("", 1e6, created="2026-01-01"), source("", 2e6, created="2026-03-01")
+    resumed = msgspec.structs.replace(january, dates=["2026-06-01"] * len(january.records))
+    (series,), _ = gather([resumed, march])
+    assert [point.created for point in series.points] == ["2026-03-01", "2026-06-01"]
+
+
 def test_the_value_is_the_ratio_to_the_anchors_whatever_the_machine_does():
     (series,), excluded = gather([source("a", 1e6), source("b", 1e6, machine=3.0), source("c", 2e6, machine=0.5)])
     assert [point.value for point in series.points] == pytest.approx([log(5), log(5), log(10)])

@@ -194,3 +194,23 @@ def test_the_commit_is_that_of_the_measured_file(tmp_path: Path, monkeypatch: py
         for question in questions if told == "before" else reversed(questions):
             assert not isinstance(worker.answer(question), p.Refused)
     assert worker._environment.commit == commit
+
+
+def test_a_commit_is_marked_if_git_was_told_not_to_look_at_a_change(tmp_path: Path):
+    repository = Repository(tmp_path / "repository")
+    commit = repository.commit("kernel", "kernel.py", "a = 1\n")[:12]
+    repository.write("sub/readme.txt", "")
+    assert commit_of(repository.path) == commit
+    for flag in ("--assume-unchanged", "--skip-worktree"):
+        repository.git("update-index", flag, "kernel.py")
+        (repository.path / "kernel.py").write_text("a = 2\n")
+        assert commit_of(repository.path) == commit_of(repository.path / "sub") == f"{commit}+dirty", flag
+        (repository.path / "kernel.py").write_text("a = 1\n")
+        repository.git("update-index", flag.replace("--", "--no-", 1), "kernel.py")
+
+
+def test_a_commit_is_that_of_the_folder_also_within_a_git_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    repository, other = Repository(tmp_path / "one"), Repository(tmp_path / "two")
+    commit, _ = repository.commit("one")[:12], other.commit("two")
+    monkeypatch.setenv("GIT_DIR", str(other.path / ".git"))
+    assert commit_of(repository.path) == commit

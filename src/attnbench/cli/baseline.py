@@ -105,7 +105,9 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
             warn(
                 f"{path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit contains this code"
             )
-        done = keep(records, folder, note=note, created=run.header.created, sources=sources_of(run))
+        done = keep(
+            records, folder, note=note, dates={one.cell.id: when for when, one in run.dated}, sources=sources_of(run)
+        )
         written += done.written
         skipped += done.skipped
     if json:

@@ -44,19 +44,19 @@ def export(
 
     read = read_together(runs or ("latest",))
     paths = list(read)
-    sources = [
-        ExportedRun(path.stem, run.header, [record for record in run.records if has_words(record, words)])
-        for path, run in read.items()
-    ]
+    sources: list[ExportedRun] = []
+    for path, run in read.items():
+        kept = [(when, record) for when, record in run.dated if has_words(record, words)]
+        sources.append(ExportedRun(path.stem, run.header, [one for _, one in kept], [when for when, _ in kept]))
     if not any(source.records for source in sources):
         named = f' with "{words}" in its id' if words else ""
         raise UsageError(f"{', '.join(map(str, paths))}: no record{named}; `attnbench show` lists what there is.")
     if form in JSON:
-        kept = len(timed(sources))
-        if not kept:
+        count = len(timed(sources))
+        if not count:
             note("nothing was timed in these runs, and this format holds timed cells only.")
             return NOTHING
-        if again := sum(len(timed([source])) for source in sources) - kept:
+        if again := sum(len(timed([source])) for source in sources) - count:
             note(f"note: {again} timed cells are in several runs; {form} knows cells by name only: the last is kept.")
     target = output or (f"{paths[0].stem}.{form}" if form in BINARY else STDOUT)
     if target == STDOUT:

@@ -149,7 +149,10 @@ def _stored(baseline: str, current: str) -> tuple[Path, Path]:
         raise UsageError(
             f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )
-    return Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
+    old, new = Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
+    if old.resolve() == new.resolve():
+        raise UsageError(f"{new} would be judged against itself: name another run file with --current or --baseline.")
+    return old, new
 
 
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:

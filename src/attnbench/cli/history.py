@@ -96,7 +96,7 @@ def _sources(names: Sequence[str]) -> list[HistoryFile]:
             else:
                 run = read_run(path)
                 warnings += run.warnings
-                sources.append(HistoryFile(run.header.created, run.records, sources_of(run)))
+                sources.append(HistoryFile(run.header.created, run.records, sources_of(run), run.dates))
         except BrokenFile as error:
             if path in map(Path, names):
                 raise
@@ -117,7 +117,11 @@ def _only(sources: Sequence[HistoryFile], impl: Sequence[str], words: str) -> li
         named = not impl or any(matches(name, one) for one in impl)
         return is_anchor(record) or (named and has_words(record, words))
 
-    kept = [HistoryFile(source.created, [r for r in source.records if wanted(r)], source.places) for source in sources]
+    kept: list[HistoryFile] = []
+    for source in sources:
+        dated = [one for one in source.dated if wanted(one[1])]
+        dates, records = zip(*dated) if dated else ((), ())
+        kept.append(HistoryFile(source.created, records, source.places, dates))
     if not any(not is_anchor(r) for source in kept for r in source.records):
         raise UsageError(
             f'no record matches "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.'

@@ -72,20 +72,21 @@ def save(
     commit: str = "",
     note: str = "",
     created: str = "",
+    dates: Mapping[str, str] | None = None,
     sources: Mapping[str, str] | None = None,
     replace: bool = False,
 ) -> Saved:
     """Write each timed record that has no baseline yet; an empty commit or time is the record's own or now.
 
-    `sources`: file or module of the functions that were given by reference, by their names. With `replace`, existing
-    baselines are replaced.
+    `dates`: when the record of each cell was made, if not all were made at `created`. `sources`: file or module of the
+    functions that were given by reference, by their names. With `replace`, existing baselines are replaced.
     """
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
     for record in records:
         if record.implementation in ANCHORS:
             continue
-        made = _baseline(record, records, commit, note, created)
+        made = _baseline(record, records, commit, note, (dates or {}).get(record.cell.id, created))
         if isinstance(made, str):
             skipped.append((record.cell.id, made))
             continue

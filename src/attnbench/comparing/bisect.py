@@ -58,13 +58,14 @@ def not_confirmed(implementation: str, workload: Workload, good: str, bad: str, 
 def judge(comparison: Comparison | None, sought: Comparison) -> bool | None:
     """Return whether b is slower; None if that cannot be judged, or if b was not compared.
 
-    It is not slower only if it surely lacks the slowdown that is `sought`: "same" alone means within 5 %, which a small
-    slowdown is too.
+    It is slower if it has at least half of the slowdown that is `sought`, by factor: what made 3 % is not to blame for
+    20 %. It is not slower only if it surely lacks that: "same" alone means within 5 %, which a small slowdown is too.
     """
     if comparison is None:
         return None
-    if comparison.verdict == "slower":
-        return True
+    if comparison.verdict == "slower" and comparison.ratio is not None and sought.ratio is not None:
+        half, (_, high) = sought.ratio**0.5, comparison.interval or (comparison.ratio, comparison.ratio)
+        return True if comparison.ratio >= half else False if high < half else None
     without = comparison.verdict in ("same", "faster") and _lies_below(comparison, sought)
     return False if without else None
 

@@ -62,6 +62,13 @@ class HistoryFile(Struct, frozen=True):
     records: Sequence[Record]
     places: Mapping[str, str] = {}
     """File or module of each function that was given by reference, by its name."""
+    dates: Sequence[str] = ()
+    """When each record was made; empty if all were made when the file was."""
+
+    @property
+    def dated(self) -> list[tuple[str, Record]]:
+        """The records, each with the date when it was made."""
+        return list(zip(self.dates or [self.created] * len(self.records), self.records, strict=True))
 
 
 class CommitPoint(Struct, frozen=True, kw_only=True):
@@ -149,12 +156,12 @@ def gather(
     sources = list(sources)
     places, kinds = _spelled_alike(sources), _only_processors(sources)
     for source in sources:
-        for record in source.records:
+        for when, record in source.dated:
             if not is_timed(record) or is_anchor(record):
                 continue
-            point = _point(record, source)
+            point = _point(record, source, when)
             if isinstance(point, str):
-                excluded.append(Excluded(record.cell.id, source.created, point))
+                excluded.append(Excluded(record.cell.id, when, point))
             else:
                 place = places[record.implementation][source.places.get(record.implementation, "")]
                 kind = point[0].processor or kinds.get(point[0].fingerprint, "")
@@ -192,7 +199,7 @@ def _only_processors(sources: Sequence[HistoryFile]) -> dict[str, str]:
     return {fingerprint: found.pop() for fingerprint, found in kinds.items() if len(found) == 1}
 
 
-def _point(record: Ok, source: HistoryFile) -> tuple[Key, CommitPoint] | str:
+def _point(record: Ok, source: HistoryFile, when: str) -> tuple[Key, CommitPoint] | str:
     environment, time = record.environment, record.time
     assert time is not None
     if environment is None:
@@ -213,7 +220,7 @@ def _point(record: Ok, source: HistoryFile) -> tuple[Key, CommitPoint] | str:
     )
     value = log(time.median_ns) - sum(log(one.median_ns) for one in times) / len(times)
     commit = "" if environment.is_dirty else environment.commit
-    return key, CommitPoint(commit=commit, created=source.created, value=value)
+    return key, CommitPoint(commit=commit, created=when, value=value)
 
 
 def _series(key: Key, found: Sequence[tuple[CommitPoint, Ok]], order: Mapping[str, int], per_run: bool) -> CommitSeries:

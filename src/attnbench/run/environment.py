@@ -12,9 +12,11 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from attnbench.errors import UsageError
 from attnbench.frameworks import Framework
 from attnbench.measuring.sampling import ESTIMATOR, nvml_handle
 from attnbench.processes import mapped_files
+from attnbench.run import git
 from attnbench.spec import DIRTY, Environment, Library
 
 LIBRARIES = re.compile(
@@ -129,24 +131,25 @@ def driver_version() -> str:
 def commit_of(folder: Path | None = None) -> str:
     """Return the commit of the tree around a folder, by default the working folder, with a mark if it holds other code.
 
-    Other code means changed files that git knows, and unknown files that Python could import.
+    Other code means changed files that git knows, those at which it was told not to look too, and unknown files that
+    Python could import.
     """
+    place = folder or Path()
+    try:
+        done = git.ask(place, "rev-parse", "--short=12", "HEAD", timeout=PATIENCE_S)
+    except (UsageError, subprocess.TimeoutExpired):
+        return ""
+    if done.returncode:
+        return ""
+    try:
+        changed = bool(git.changes(place, code=(".py", ".so", ".pyd"), timeout=PATIENCE_S))
+    except (UsageError, subprocess.TimeoutExpired):  # too many files to tell in time
+        changed = True
+    return done.stdout.strip() + (DIRTY if changed else "")
 
-    def ask(*words: str) -> str | None:
-        command = ["git", "--no-optional-locks", "-C", str(folder or "."), *words]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout if done.returncode == 0 else None
 
-    commit = (ask("rev-parse", "--short=12", "HEAD") or "").strip()
-    status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all") if commit else ""
-    if status is None:  # too many files to tell in time
-        return commit + DIRTY
-    entries = [entry for entry in status.split("\0") if entry]
-    changed = [one for one in entries if not one.startswith("??") or one.endswith((".py", ".so", ".pyd"))]
-    return commit + (DIRTY if changed else "")
+PATIENCE_S = 5.0
+"""Seconds that a question to git about the tree of a run may take."""
 
 
 LOOK_S, BUSY_CORES = 0.25, 0.5
@@ -156,6 +159,15 @@ LOOK_S, BUSY_CORES = 0.25, 0.5
 def busy_cores() -> float:
     """Return how many cores are in use for a moment, in which this process and its workers do nothing."""
     return psutil.cpu_percent(LOOK_S) / 100 * (os.cpu_count() or 1)
+
+
+def other_programs(device: str | None) -> str:
+    """Return a sentence if other programs use a CPU that is about to be measured; else an empty text."""
+    if device != "cpu" and (device is not None or driver_version()):
+        return ""
+    busy = busy_cores()
+    cores = f"{busy:.1f} of {os.cpu_count() or 1} cores"
+    return "" if busy < BUSY_CORES else f"other programs used {cores} when it began: threads may have waited"
 
 
 def threads_left(device: str | None) -> tuple[int | None, str]:

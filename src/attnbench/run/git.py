@@ -20,16 +20,18 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in HOOK_VARIABLES}
 
 
-def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run git in a folder, without hooks, and return the finished process whatever its exit code."""
+def ask(folder: Path, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder, without hooks, and return the finished process whatever its exit code; raises
+    TimeoutExpired."""
     try:
         return subprocess.run(
-            ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments],
+            ["git", "--no-optional-locks", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments],
             env=environment() | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
+            timeout=timeout,
         )
     except OSError as error:
         raise UsageError("git is not installed (or not on PATH): install it.") from error
@@ -116,17 +118,25 @@ def subject(commit: str, folder: Path = HERE) -> str:
     return answer(folder, "log", "-1", "--format=%s", commit)
 
 
-def changes(folder: Path = HERE, *, untracked: bool = True) -> list[str]:
+def changes(
+    folder: Path = HERE, *, untracked: bool = True, code: tuple[str, ...] = ("",), timeout: float | None = None
+) -> list[str]:
     """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could import,
-    and those at which git was told not to look (--assume-unchanged, --skip-worktree)."""
+    and those at which git was told not to look (--assume-unchanged, --skip-worktree).
+
+    `code`: endings of the unknown files that count; all by default.
+    """
     kind = "all" if untracked else "no"
     status = ask(
-        folder, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=none", f"--untracked-files={kind}"
-    )
+        folder, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=none", f"--untracked-files={kind}",
+        timeout=timeout,
+    )  # fmt: skip
     if status.returncode:
         raise UsageError(f"`git status` failed in {folder}: {last_line(status)}.")
-    names = [entry[3:] for entry in status.stdout.split("\0") if entry]
-    tracked = [entry.split(" ", 1) for entry in ask(folder, "ls-files", "-v", "-z").stdout.split("\0") if entry]
+    entries = [entry for entry in status.stdout.split("\0") if entry]
+    names = [entry[3:] for entry in entries if not entry.startswith("??") or entry.endswith(code)]
+    listed = ask(folder, "ls-files", "-v", "-z", "--", ":/", timeout=timeout).stdout
+    tracked = [entry.split(" ", 1) for entry in listed.split("\0") if entry]
     names += [name for flag, name in tracked if (flag.islower() or flag == "S") and (folder / name).exists()]
     return [name for name in names if "__pycache__" not in Path(name).parts]
 
