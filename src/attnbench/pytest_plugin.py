@@ -296,11 +296,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the file; in a worker of pytest-xdist, pass the records to the main process instead."""
+    """Write the file; in a worker of pytest-xdist, pass the records to the main process instead.
+
+    A session without any such test replaces no earlier file.
+    """
     collected = session.config.stash[COLLECTED]
     output = getattr(session.config, "workeroutput", None)
     path = session.config.getoption("attnbench_json")
-    if output is None and path:
+    if output is None and path and (collected.tests or not Path(path).exists() or not Path(path).stat().st_size):
         from attnbench.report.pytest_session import write_session
 
         write_session(Path(path), collected.document())

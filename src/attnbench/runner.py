@@ -206,7 +206,12 @@ def _known(implementation: Subject) -> Subject:
 
 def _device_name(device: Any) -> str | None:
     """Return the kind of device, such as "cuda" for "cuda:0" or a torch.device; None stays None."""
-    return None if device is None else str(device).partition(":")[0]
+    if device is None:
+        return None
+    kind, _, index = str(device).partition(":")
+    if index not in ("", "0"):
+        raise UsageError(f"the first visible device is measured, not {device}: set CUDA_VISIBLE_DEVICES={index}.")
+    return kind
 
 
 def _carry_out(request: Request) -> Results:

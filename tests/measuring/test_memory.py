@@ -11,6 +11,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import registry
+from attnbench.errors import UsageError
 from attnbench.frameworks import host_memory
 from attnbench.measuring import memory
 from attnbench.run import protocol as p
@@ -36,6 +37,50 @@ def test_a_numpy_allocation():
     assert profiler.reason is None
     assert_close(profiler.get_peak_memory())
     del array
+
+
+class FakeCuda:
+    """The memory counters of two GPUs."""
+
+    def __init__(self) -> None:
+        self.now, self.peak, self.waited = [10, 20], [0, 0], []
+
+    def is_available(self) -> bool:
+        return True
+
+    def init(self) -> None: ...
+
+    def device_count(self) -> int:
+        return 2
+
+    def memory_reserved(self, index: int) -> int:
+        return self.now[index]
+
+    memory_allocated = memory_reserved
+
+    def synchronize(self, index: int) -> None:
+        self.waited.append(index)
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        self.peak[index] = self.now[index]
+
+    def max_memory_allocated(self, index: int) -> int:
+        return self.peak[index]
+
+
+@pytest.mark.parametrize("device,peak", [("cuda:1", 300), ("cuda:0", 7), ("cuda", 307), (None, 307)])
+def test_the_gpu_that_was_asked_for_is_counted(monkeypatch, device, peak):
+    cuda = FakeCuda()
+    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": cuda}))
+    with ab.MemoryProfiler(device=device) as profiler:
+        cuda.peak = [17, 320]
+    assert profiler.get_peak_memory() == peak
+
+
+def test_a_runner_refuses_a_gpu_that_it_would_not_measure():
+    with pytest.raises(UsageError, match="set CUDA_VISIBLE_DEVICES=1"):
+        ab.BenchmarkRunner(device="cuda:1")
+    ab.BenchmarkRunner(device="cuda:0")
 
 
 FREED_BEFORE = f"""

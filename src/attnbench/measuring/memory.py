@@ -22,8 +22,9 @@ THRESHOLD_BYTES = 1 << 16
 class MemoryProfiler:
     """Context that measures peak memory: `with MemoryProfiler() as m: ...`, then `m.get_peak_memory()`.
 
-    device: "cuda", "cpu" or a torch.device; by default the GPU if torch is loaded and has one, else the CPU. If the
-    peak cannot be measured, it is None and `m.reason` says why. Blocks do not nest: the inner one resets the counter.
+    device: "cuda", "cuda:1", "cpu" or a torch.device; by default the GPU if torch is loaded and has one, else the CPU.
+    Without an index the peaks of all GPUs are added up. If the peak cannot be measured, it is None and `m.reason` says
+    why. Blocks do not nest: the inner one resets the counter.
     On a CPU malloc returns freed memory at once from the first block on, which cannot be undone: measure times in
     another process.
     """
@@ -31,7 +32,9 @@ class MemoryProfiler:
     def __init__(self, device: Any = None) -> None:
         self.reason: str | None = None
         self.method = ""
-        self._device = None if device is None else str(device).partition(":")[0]
+        self._device, _, index = ("" if device is None else str(device)).partition(":")
+        self._indices = [int(index)] if index.isdigit() else None
+        """The devices that are counted; None for all."""
         self._torch: Any = None
         """The torch module if its CUDA allocator counts, else None."""
         self._before = 0
@@ -40,14 +43,16 @@ class MemoryProfiler:
     def __enter__(self) -> MemoryProfiler:
         gc.collect()
         torch = sys.modules.get("torch")
-        if torch is not None and self._device in (None, "cuda") and torch.cuda.is_available():
+        if torch is not None and self._device in ("", "cuda") and torch.cuda.is_available():
             torch.cuda.init()
             self._torch = torch
             self.method = "torch CUDA allocator"
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-        elif self._device not in (None, "cpu"):
+            self._indices = self._indices or list(range(torch.cuda.device_count()))
+            self._wait()
+            for index in self._indices:
+                torch.cuda.reset_peak_memory_stats(index)
+            self._before = sum(map(torch.cuda.memory_allocated, self._indices))
+        elif self._device not in ("", "cpu"):
             self.reason = f"no peak counter for {self._device}: torch with that device is not loaded in this process"
         else:
             self._start_resident()
@@ -59,8 +64,8 @@ class MemoryProfiler:
         if self.reason is not None:
             return
         if self._torch is not None:
-            self._torch.cuda.synchronize()
-            self._peak = self._torch.cuda.max_memory_allocated() - self._before
+            self._wait()
+            self._peak = sum(map(self._torch.cuda.max_memory_allocated, self._indices or [])) - self._before
         else:
             self._peak = max(0, status_bytes("VmHWM") - self._before)
 
@@ -69,6 +74,12 @@ class MemoryProfiler:
         if self._peak is None and self.reason is None:
             self.reason = "the block has not been run"
         return self._peak
+
+    def _wait(self) -> None:
+        """Wait for the devices in use; waiting for another one would put a context on it."""
+        for index in self._indices or []:
+            if self._torch.cuda.memory_reserved(index):
+                self._torch.cuda.synchronize(index)
 
     def _start_resident(self) -> None:
         self.method = "resident high-water mark"

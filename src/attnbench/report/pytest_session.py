@@ -14,7 +14,7 @@ from attnbench.comparing.stored import differences
 from attnbench.comparing.text import sentence
 from attnbench.comparison import Comparison
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.files import decode_json, draft_of, read_content
+from attnbench.files import decode_json, draft_of, read_content, refuse_run_file
 from attnbench.report import units
 from attnbench.results.records import is_timed, median_ns
 from attnbench.results.run_file import impossible_times, read_run
@@ -45,7 +45,8 @@ class _WithRecords(Struct, frozen=True):
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file that cannot be written, before the tests run."""
+    """Refuse a file that cannot be written, or a run file, before the tests run."""
+    refuse_run_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()

@@ -12,11 +12,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.environment import Diagnosis, ImplementationState, threads_left
+from attnbench.run.environment import Diagnosis, ImplementationState, other_programs, threads_left
 from attnbench.run.machine import RUN_PATIENCE_S, measuring
 from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
 from attnbench.run.pool import Pool
@@ -30,7 +30,7 @@ from attnbench.run.user_functions import (
     name_references,
 )
 from attnbench.run.workload import WorkloadRun
-from attnbench.spec import Cell, Environment, Failed, Implementation, Record, Unsupported, Workload
+from attnbench.spec import Cell, Environment, Failed, Implementation, Ok, Record, Unsupported, Workload
 
 CLOCKS = ("wall", "events", "kernel", "graph")
 Sink = Callable[[Sequence[Record]], None]
@@ -124,7 +124,23 @@ def launch(
                     listener.warning(told)
             pool = stack.enter_context(Pool(user_functions, request.device, threads, request.in_process))
             pool.on_environment = listener.environment
+        elif request.measure and (told := other_programs(request.device)):
+            sink = _with_note(sink, told)
         _run_all(request, wanted, sink, listener, done, pool)
+
+
+def _with_note(sink: Sink, note: str) -> Sink:
+    """Return a sink that adds a note to what was measured by workers whose number of threads is given."""
+
+    def noted(records: Sequence[Record]) -> None:
+        sink(
+            [
+                structs.replace(one, notes=(*one.notes, note)) if isinstance(one, Ok) and one.time else one
+                for one in records
+            ]
+        )
+
+    return noted
 
 
 def _run_all(
