@@ -1,4 +1,4 @@
-"""The command line. Commands parse, call and print; this file gathers them and turns errors into exit codes.
+"""The command line. Commands parse, call and print; this file names their modules and turns errors into exit codes.
 
 0 fine · 1 a check says no · 2 usage · 3 nothing could be measured · 4 inconclusive · 5 untrusted · 130 interrupted
 """
@@ -19,23 +19,14 @@ from types import FrameType
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
-from attnbench.cli.baseline import baseline
-from attnbench.cli.bisect import bisect
-from attnbench.cli.choose import choose
-from attnbench.cli.compare import compare
-from attnbench.cli.export import export
-from attnbench.cli.gate import gate
-from attnbench.cli.history import history
-from attnbench.cli.listing import doctor, listing
-from attnbench.cli.report import report
-from attnbench.cli.run import run
-from attnbench.cli.show import show
-from attnbench.cli.tune import tune
-from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
 from attnbench.printable import printable, printable_lines
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
+COMMANDS = (
+    "verify", "run", "show", "compare", "gate", "baseline", "history", "bisect", "choose", "tune", "export", "report",
+)  # fmt: skip
+"""Commands with a module of their own, which is imported when the command is run: it may import what it needs."""
 LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of an output that can take no more: a full disk, or a terminal that was closed."""
 
@@ -56,20 +47,10 @@ app = App(
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
-app.command(doctor)
-app.command(listing, name="list")
-app.command(verify)
-app.command(run)
-app.command(show)
-app.command(compare)
-app.command(gate)
-app.command(baseline, name="baseline")
-app.command(history)
-app.command(bisect)
-app.command(choose)
-app.command(tune)
-app.command(export)
-app.command(report)
+app.command("attnbench.cli.listing:doctor")
+app.command("attnbench.cli.listing:listing", name="list")
+for name in COMMANDS:
+    app.command(f"attnbench.cli.{name}:{name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,6 +63,8 @@ def execute(arguments: Sequence[str]) -> int:
     _end_tidily()
     _open_streams()
     try:
+        if not arguments or arguments[0] in ("--help", "-h"):
+            app.resolved_commands()  # imports them all, since help says what each is for
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except MissingArgumentError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -18,15 +18,15 @@ from attnbench.cli.options import (
     Threads,
     select_workloads,
 )
-from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
+from attnbench.cli.output import INCONCLUSIVE, NOTHING, print_json, stderr_console, stdout_console, warn
+from attnbench.comparing import compare as comparing
+from attnbench.comparing.experiment import Watch
+from attnbench.comparing.text import ExperimentProgress, print_comparison
+from attnbench.comparison import Comparison
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from attnbench.comparing.experiment import Watch
-    from attnbench.comparison import Comparison
-    from attnbench.spec import Workload
-
-NOTHING = 3
+from attnbench.run.machine import measuring
+from attnbench.spec import Workload
 
 
 def compare(
@@ -57,11 +57,6 @@ def compare(
     Examples: `attnbench compare torch.eager torch.sdpa --seq-len 1024` ·
     `attnbench compare my_kernel.py:attention --baseline main --current HEAD`
     """
-    from attnbench.comparing import compare as comparing
-    from attnbench.comparing.text import ExperimentProgress, print_comparison
-    from attnbench.config import load_settings
-    from attnbench.run.machine import measuring
-
     if b is None and baseline is None:
         raise UsageError(f"compare {a} with what? Name a second implementation, or --baseline REF [--current REF].")
     if b is not None and (baseline is not None or current is not None):
@@ -107,7 +102,7 @@ def compare(
         return 1
     if verdicts == {None}:
         return NOTHING
-    return 4 if "inconclusive" in fail_on and "inconclusive" in verdicts else 0
+    return INCONCLUSIVE if "inconclusive" in fail_on and "inconclusive" in verdicts else 0
 
 
 def _is_worse(comparison: Comparison) -> bool:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import asker, commit_places, has_words
+from attnbench.cli.inputs import has_words
 from attnbench.cli.options import Json, Many, Words, spell_workload
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
+from attnbench.comparing.baselines import read_baseline
+from attnbench.comparing.history import (
+    HistoryFile,
+    LevelChange,
+    Trend,
+    closing,
+    commits_in_git,
+    find_changes,
+    gather,
+    print_history,
+)
+from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
-
-if TYPE_CHECKING:
-    from attnbench.comparing.history import HistoryFile, LevelChange, Trend
+from attnbench.files import files_in
+from attnbench.report.summaries import FILES as SUMMARIES
+from attnbench.results.records import is_anchor, matches
+from attnbench.results.run_file import read_run
+from attnbench.run.user_functions import sources_of
+from attnbench.spec import Record
 
 
 def history(
@@ -30,19 +45,15 @@ def history(
 
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
-    from attnbench.comparing.history import Trend, closing, find_changes, gather, print_history
-
     sources = _only(_sources(runs), impl, words)
-    places = commit_places(record for source in sources for record in source.records)
+    places, between = commits_in_git(record for source in sources for record in source.records)
     series, excluded = gather(sources, places)
-    between = asker(places)
     trends = [Trend(one, find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
         note(f"note: {len(unknown)} commits are not in this clone; their runs are placed by time.")
 
     def bisect_command(trend: Trend, change: LevelChange) -> str:
-        """Return the command that would confirm a change."""
         shape = spell_workload(trend.series.workload)
         if shape is None or not (change.old and change.new) or change.direction == "faster":
             return ""
@@ -62,14 +73,6 @@ def history(
 
 def _sources(names: Sequence[str]) -> list[HistoryFile]:
     """Read the runs and baselines that are named; a broken file is an error if named itself, a warning in a folder."""
-    from attnbench.comparing.baselines import read_baseline
-    from attnbench.comparing.history import HistoryFile
-    from attnbench.config import load_settings
-    from attnbench.files import files_in
-    from attnbench.report.summaries import FILES as SUMMARIES
-    from attnbench.results.run_file import read_run
-    from attnbench.run.user_functions import sources_of
-
     settings = load_settings()
     runs_dir, folders = Path(settings.runs_dir), [Path(name) for name in names if Path(name).is_dir()]
     files = [Path(name) for name in names if Path(name).is_file()]
@@ -108,13 +111,9 @@ def _sources(names: Sequence[str]) -> list[HistoryFile]:
 
 def _only(sources: Sequence[HistoryFile], impl: Sequence[str], words: str) -> list[HistoryFile]:
     """Return the records asked for, and the anchors."""
-    from attnbench.comparing.history import HistoryFile
-    from attnbench.results.records import is_anchor, matches
-    from attnbench.spec import Record
 
     def wanted(record: Record) -> bool:
-        name = record.implementation
-        named = not impl or any(matches(name, one) for one in impl)
+        named = not impl or any(matches(record.implementation, one) for one in impl)
         return is_anchor(record) or (named and has_words(record, words))
 
     kept = [HistoryFile(source.created, [r for r in source.records if wanted(r)], source.places) for source in sources]

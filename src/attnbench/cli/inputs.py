@@ -1,26 +1,22 @@
-"""Runs that a command reads: how they are found and read, which names they must hold, and their commits in git."""
+"""Runs that a command reads: how they are found and read, and which names they must hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attnbench.cli.output import warn
+from attnbench.config import load_settings
 from attnbench.errors import UnknownName, UsageError
+from attnbench.files import files_in
+from attnbench.results.records import is_anchor, is_timed, matches
+from attnbench.results.run_file import Run, read_run
+from attnbench.run.user_functions import told_apart
 from attnbench.spec import Record
-
-if TYPE_CHECKING:
-    from attnbench.comparing.history import Commits
-    from attnbench.results.run_file import Run
 
 
 def find_run(text: str) -> Path:
     """Return the file of that path, or the newest in the runs folder whose name contains the text."""
-    from attnbench.config import load_settings
-    from attnbench.files import files_in
-
     if Path(text).is_file():
         return Path(text)
     folder = Path(load_settings().runs_dir)
@@ -36,8 +32,6 @@ def find_run(text: str) -> Path:
 
 def read_runs(names: Iterable[str]) -> dict[Path, Run]:
     """Read every run named, each once, and print the warnings about them."""
-    from attnbench.results.run_file import read_run
-
     runs = {path: read_run(path) for path in dict.fromkeys(map(find_run, names))}
     for run in runs.values():
         for warning in run.warnings:
@@ -47,8 +41,6 @@ def read_runs(names: Iterable[str]) -> dict[Path, Run]:
 
 def read_together(names: Iterable[str]) -> dict[Path, Run]:
     """Read runs whose cells are compared: functions of one name from different files get names of their own."""
-    from attnbench.run.user_functions import told_apart
-
     runs, places = told_apart(read_runs(names))
     if places:
         told = ", ".join(f"{name} (from {place})" for name, place in sorted(places.items()))
@@ -71,8 +63,6 @@ def spare_runs(targets: Iterable[Path], runs: Iterable[Path], option: str) -> No
 
 def check_against(against: Sequence[str], records: Iterable[Record]) -> None:
     """Raise UsageError for a name without any timed, exact record in these runs to compare others with."""
-    from attnbench.results.records import is_anchor, is_timed, matches
-
     known = [record for record in records if not is_anchor(record)]
     for wanted in against:
         mine = [record for record in known if matches(record.implementation, wanted)]
@@ -81,27 +71,3 @@ def check_against(against: Sequence[str], records: Iterable[Record]) -> None:
         if not any(is_timed(record) and not record.approximate for record in mine):
             why = "it is approximate" if any(map(is_timed, mine)) else "it was not timed on any shape"
             raise UsageError(f"nothing can be compared with {wanted}: {why} in these runs.")
-
-
-def commit_places(records: Iterable[Record]) -> dict[str, int]:
-    """Return the position of each commit in git's history; empty outside a repository."""
-    from attnbench.run.git import commit_order, is_repository
-
-    environments = [record.environment for record in records if record.environment is not None]
-    commits = {one.commit for one in environments if not one.is_dirty} - {""}
-    return commit_order(commits) if commits and is_repository() else {}
-
-
-def asker(places: Mapping[str, int]) -> Callable[[str, str], Commits | None]:
-    """Return a function that lists (commit, subject) between two commits, oldest first: nothing if one is not in this
-    clone, None if the first is no ancestor of the second. Git is asked once for each pair, however many cells changed
-    there."""
-    from attnbench.run.git import commits_between, is_ancestor
-
-    @cache
-    def between(old: str, new: str) -> Commits | None:
-        if old not in places or new not in places:
-            return []
-        return commits_between(old, new) if is_ancestor(old, new) else None
-
-    return between

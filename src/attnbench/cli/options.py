@@ -7,15 +7,18 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from cyclopts import Group, Parameter, Token
 
+from attnbench import registry
 from attnbench.cli.output import warn
 from attnbench.errors import UnknownName, UsageError
-
-if TYPE_CHECKING:
-    from attnbench.spec import Workload
+from attnbench.results.records import matches
+from attnbench.run.plan import shard
+from attnbench.spec import Workload
+from attnbench.workloads import suites
+from attnbench.workloads.suite_file import grid
 
 DEFAULT_SUITE = "quick"
 OWN_GRID = "own"
@@ -25,6 +28,10 @@ SHAPE = Group(
     "Shape",
     help="Without SUITE, these options make a grid of workloads; with SUITE, each replaces that axis of the suite.",
 )
+AXES = (
+    "batch", "q_len", "heads", "head_dim", "dtype", "mask", "pass_", "scale", "softcap", "inputs", "step", "tags",
+)  # fmt: skip
+"""Fields of a workload that a shape option may replace, the last one varying fastest."""
 CHOICE = Group("What to run")
 SAMPLING = Group("How to measure")
 
@@ -142,9 +149,6 @@ def select_workloads(
     suite: str | None, quick: bool, shape: ShapeOptions, choice: Selection
 ) -> tuple[str, tuple[Workload, ...]]:
     """Return the name of the suite, and its workloads that the options leave."""
-    from attnbench.run.plan import shard
-    from attnbench.workloads.suite_file import grid
-
     axes = shape_axes(shape)
     if suite is None and axes:
         name, workloads = OWN_GRID, grid(**(DEFAULTS | axes))
@@ -171,8 +175,6 @@ def select_workloads(
 
 def load_suite(name: str, quick: bool) -> tuple[str, tuple[Workload, ...]]:
     """Return name and workloads of a suite (a name or a TOML path); `quick` caps its shapes."""
-    from attnbench.workloads import suites
-
     suite = suites.load(name)
     suite = suites.quicken(suite) if quick else suite
     return suite.name, tuple(suite.workloads)
@@ -188,20 +190,7 @@ def shape_axes(shape: ShapeOptions) -> dict[str, Any]:
 
 def _fields(w: Workload) -> dict[str, Any]:
     """Return a workload as axes, without those that only follow another one (kv_len = q_len)."""
-    axes: dict[str, Any] = {
-        "batch": w.batch,
-        "q_len": w.q_len,
-        "heads": (w.heads, w.kv_heads),
-        "head_dim": w.head_dim,
-        "dtype": w.dtype,
-        "mask": w.visible_mask,
-        "pass_": w.pass_,
-        "scale": w.scale,
-        "softcap": w.softcap,
-        "inputs": w.inputs,
-        "step": w.step,
-        "tags": w.tags,
-    }
+    axes = {name: getattr(w, name) for name in AXES} | {"heads": (w.heads, w.kv_heads), "mask": w.visible_mask}
     if w.kv_len != w.q_len:
         axes["kv_len"] = w.kv_len
     if w.value_dim != w.head_dim:
@@ -214,8 +203,6 @@ def select_implementations(
 ) -> tuple[str, ...]:
     """Return names and references to run: those asked for and their rivals; if none was asked for, all (of the
     framework) that compute one of the steps."""
-    from attnbench import registry
-
     known = registry.names()
     asked = [name for one in choice.impl for name in expand(one, known)]
     rivals = [name for one in choice.against for name in expand(one, known)]
@@ -230,8 +217,6 @@ def select_implementations(
 
 def loadable_names() -> list[str]:
     """Return every name that loads; a warning on stderr names the others."""
-    from attnbench import registry
-
     good, broken = registry.loadable()
     for reason in broken.values():
         warn(reason)
@@ -240,19 +225,15 @@ def loadable_names() -> list[str]:
 
 def swept_names(steps: Collection[str] = ("",)) -> list[str]:
     """Return the names that a sweep over everything takes: not those by name only, nor those of another step."""
-    from attnbench import registry
-
     known = [registry.get(name) for name in loadable_names()]
     return [one.name for one in known if not one.by_name_only and one.step in steps]
 
 
 def expand(wanted: str, known: Sequence[str]) -> list[str]:
     """Return the names a word means: an exact name (settings in brackets), a reference, a framework or a family."""
-    from attnbench.registry import is_reference
-
-    if is_reference(wanted) or wanted.partition("[")[0] in known:
+    if registry.is_reference(wanted) or wanted.partition("[")[0] in known:
         return [wanted]
-    found = [name for name in known if name.startswith((f"{wanted}.", f"{wanted}-"))]
+    found = [name for name in known if matches(name, wanted)]
     if not found:
         raise UnknownName("implementation", wanted, known, "attnbench list implementations")
     return found

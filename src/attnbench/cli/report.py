@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import asker, check_against, commit_places, read_together, spare_runs
+from attnbench.cli.inputs import check_against, read_together, spare_runs
 from attnbench.cli.options import Flag, Json, Many, Runs
 from attnbench.cli.output import note, print_json, say, warn
+from attnbench.comparing.ci_files import record_commands
+from attnbench.comparing.history import commits_in_git
 from attnbench.errors import UsageError
+from attnbench.files import write_texts
+from attnbench.report.summaries import FILES, folder_of, write_summaries
 
 if TYPE_CHECKING:
     from attnbench.report.html.page import Page
@@ -51,7 +55,6 @@ def report(
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose
     from attnbench.report.html.sections import ReportedRun
-    from attnbench.report.summaries import FILES, folder_of
 
     read = read_together(runs or ("latest",))
     paths = list(read)
@@ -66,10 +69,7 @@ def report(
         spare_runs([png, *(png / run.name for run in paths if run.suffix in (".png", ".svg"))], paths, "--png")
     records = [record for source in sources for record in source.run.records]
     check_against(against, records)
-    history = NO_HISTORY
-    if len(sources) > 1:
-        places = commit_places(records)
-        history = find_history(sources, places, asker(places))
+    history = find_history(sources, *commits_in_git(records)) if len(sources) > 1 else NO_HISTORY
     page = compose(sources, against, history)
     for warning in page.left:
         warn(warning)
@@ -93,9 +93,7 @@ def report(
 
 def _write(page: Page, path: Path, folder: Path) -> list[Path]:
     """Write the page and the summaries beside it; return the files of the summaries."""
-    from attnbench.files import write_texts
     from attnbench.report.html.page import collect_standings, render
-    from attnbench.report.summaries import write_summaries
 
     text = render(page)
     try:
@@ -110,8 +108,6 @@ def _write(page: Page, path: Path, folder: Path) -> list[Path]:
 
 def _annotate(page: Page) -> None:
     """Print annotations of a GitHub workflow on stderr."""
-    from attnbench.comparing.ci_files import record_commands
-
     titled = len(page.parts) > 1
     for part in page.parts:
         for line in record_commands(part.cells.standings.newest, part.title if titled else ""):

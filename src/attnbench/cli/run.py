@@ -8,11 +8,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from msgspec import structs
 
+from attnbench.cli.inputs import find_run
 from attnbench.cli.options import (
     DEFAULT_SUITE,
     Flag,
@@ -28,20 +29,44 @@ from attnbench.cli.options import (
     spell,
     spell_workload,
 )
-from attnbench.cli.output import note, print_json, say, stderr_console, stdout_console, warn
+from attnbench.cli.output import (
+    INTERRUPTED,
+    NOTHING,
+    note,
+    print_json,
+    print_rows,
+    say,
+    stderr_console,
+    stdout_console,
+    warn,
+)
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from attnbench.results.run_file import Run
-    from attnbench.results.standings import Standings
-    from attnbench.run.launch import Request
-    from attnbench.run.recorder import Prepared
-    from attnbench.spec import Record
+from attnbench.measuring.rates import host_limit
+from attnbench.registry import is_reference
+from attnbench.report.progress import Silent, make_listener
+from attnbench.report.terminal import print_rankings
+from attnbench.results.records import baseline, is_anchor, is_timed, label
+from attnbench.results.run_file import Run, RunWriter, read_run
+from attnbench.results.sentences import answer
+from attnbench.results.standings import Standings
+from attnbench.run import launch as launcher
+from attnbench.run.launch import Request
+from attnbench.run.recorder import Prepared, Recorder
+from attnbench.run.resume import (
+    function_place,
+    name_functions,
+    references,
+    refuse_shared_names,
+    resume_command,
+    stored_requests,
+)
+from attnbench.run.user_functions import refuse_changed_sources
+from attnbench.spec import ONLY_TIMED, Incorrect, Record
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000
 """Largest count of samples and the like that is accepted."""
-NOTHING, INTERRUPTED = 3, 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +108,6 @@ def run(
 
     Examples: `attnbench run --quick` · `attnbench run --impl my_kernel.py:my_attention --seq-len 2048 --causal`
     """
-    from attnbench.cli.inputs import find_run
-
     path = None if resume is None else find_run(resume)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=path, out=out)
     prepared = prepare(order, only_listed=list_)
@@ -96,12 +119,6 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
 
     A file to resume is locked and, if its last line is torn, repaired; it is left alone if cells are only listed.
     """
-    from attnbench.config import load_settings
-    from attnbench.results.run_file import RunWriter, read_run
-    from attnbench.run.recorder import Prepared
-    from attnbench.run.resume import refuse_shared_names, stored_requests
-    from attnbench.run.user_functions import refuse_changed_sources
-
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
     if order.resume is None:
         suite, request = make_request(order)
@@ -139,9 +156,6 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
 
 def make_request(order: Order) -> tuple[str, Request]:
     """Return the suite's name and the request, with settings for what the command line leaves open."""
-    from attnbench.config import load_settings
-    from attnbench.run.launch import Request
-
     choice, sampling = order.choice, order.sampling
     quick_budget = QUICK_BUDGET_S if order.quick else None
     settings = load_settings(
@@ -181,8 +195,6 @@ def make_request(order: Order) -> tuple[str, Request]:
 
 
 def _against(order: Order, request: Request) -> tuple[str, ...]:
-    from attnbench.run.resume import name_functions
-
     names = name_functions(request)
     return tuple(names.get(one, one) for one in order.choice.against)
 
@@ -203,9 +215,6 @@ def _device_options(framework: str | None, device: str | None) -> list[str]:
 def _only_continues(order: Order, kept: Run) -> bool:
     """Return whether only the requests of the file are asked for again: its functions may be named again, and options
     that a file does not decide may be given. Raises UsageError for options that would need something to be added."""
-    from attnbench.registry import is_reference
-    from attnbench.run.resume import function_place, references
-
     stored = {function_place(one) for one in references(kept)}
     again = all(is_reference(one) and function_place(one) in stored for one in order.choice.impl)
     how = {name: getattr(order.choice, name) for name in ("against", "framework", "device")}
@@ -223,16 +232,6 @@ def _only_continues(order: Order, kept: Run) -> bool:
 
 def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     """Run, then print what is on disk; return the exit code, which says whether anything was measured."""
-    from attnbench.report.progress import make_listener
-    from attnbench.report.terminal import print_rankings
-    from attnbench.results.records import is_anchor, is_timed
-    from attnbench.results.run_file import read_run
-    from attnbench.results.sentences import answer
-    from attnbench.results.standings import Standings
-    from attnbench.run import launch as launcher
-    from attnbench.run.recorder import Recorder
-    from attnbench.run.resume import resume_command
-
     interrupted = False
     try:
         with make_listener(stderr_console(), quiet) as listener:
@@ -274,9 +273,6 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
 
 def document(path: Path, records: Sequence[Record], sentence: str, standings: Standings) -> dict[str, Any]:
     """Return what `run --json` and `show --json` print."""
-    from attnbench.measuring.rates import host_limit
-    from attnbench.results.records import baseline
-
     ranking = {
         workload: [
             {
@@ -305,11 +301,6 @@ def document(path: Path, records: Sequence[Record], sentence: str, standings: St
 
 def list_cells(prepared: Prepared, json: bool) -> int:
     """Print every cell of `run --list`, with the reason if it would be skipped."""
-    from attnbench.report.progress import Silent
-    from attnbench.report.terminal import plain_table
-    from attnbench.results.records import label
-    from attnbench.run import launch as launcher
-
     listener = Silent(stderr_console())
     planned = {one.cell.id: one for request in prepared.requests for one in launcher.plan_only(request, listener)}
     rows: list[dict[str, Any]] = []
@@ -317,20 +308,14 @@ def list_cells(prepared: Prepared, json: bool) -> int:
         reason = "already in the run file" if one.cell.id in prepared.done else one.reason
         cell = {"implementation": label(one.cell), "workload": one.cell.workload.id}
         rows.append(cell | {"runs": reason is None, "reason": reason})
-    if json:
-        print_json(rows)
-        return 0
-    console = stdout_console()
-    console.print(plain_table([row | {"runs": "yes" if row["runs"] else "no"} for row in rows]), highlight=False)
-    running = sum(row["runs"] for row in rows)
-    console.print(f"{running} of {len(rows)} cells would run.", highlight=False)
+    print_rows(rows if json else [row | {"runs": "yes" if row["runs"] else "no"} for row in rows], json)
+    if not json:
+        stdout_console().print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells would run.", highlight=False)
     return 0
 
 
 def explain_hints(records: Sequence[Record], prepared: Prepared) -> list[str]:
     """Return a sentence for each implementation that is wrong: the command that shows where, or why none can."""
-    from attnbench.spec import ONLY_TIMED, Incorrect
-
     wrong: dict[str, list[Incorrect]] = {}
     for record in records:
         if isinstance(record, Incorrect):

@@ -9,7 +9,13 @@ from cyclopts import Parameter
 from attnbench.cli.inputs import check_against, find_run, has_words
 from attnbench.cli.options import Flag, Json, Many, Words
 from attnbench.cli.output import print_json, say, stdout_console, warn
+from attnbench.cli.run import document
 from attnbench.errors import UsageError
+from attnbench.report.terminal import print_cell, print_rankings
+from attnbench.results.run_file import read_run
+from attnbench.results.sentences import answer
+from attnbench.results.standings import Standings
+from attnbench.run.resume import describe_unreached
 
 
 def show(
@@ -26,13 +32,6 @@ def show(
     json: Json = False,
 ) -> int:
     """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
-    from attnbench.cli.run import document
-    from attnbench.report.terminal import print_cell, print_rankings
-    from attnbench.results.run_file import read_run
-    from attnbench.results.sentences import answer
-    from attnbench.results.standings import Standings
-    from attnbench.run.resume import describe_unreached
-
     path = find_run(run)
     found = read_run(path)
     for warning in filter(None, (*found.warnings, describe_unreached(str(path), found))):

@@ -7,25 +7,29 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from msgspec import structs
 
+from attnbench import registry
+from attnbench.choosing.candidates import CandidateRun, allowed
+from attnbench.choosing.choose import Chosen
+from attnbench.choosing.next_measurements import batch, proposals
+from attnbench.choosing.text import document
 from attnbench.cli.choose import Within, choose_from, describe_replaced, print_chosen, read_constraints, write
 from attnbench.cli.options import Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
-from attnbench.cli.output import note, print_json, stderr_console
+from attnbench.cli.output import INTERRUPTED, NOTHING, note, print_json, stderr_console
 from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
+from attnbench.policy import Constraints
+from attnbench.policy.policy import label_of
+from attnbench.report.progress import make_listener
+from attnbench.results.run_file import read_run
+from attnbench.run import launch as launcher
+from attnbench.run.recorder import Prepared, Recorder
+from attnbench.spec import Record, Workload
 
-if TYPE_CHECKING:
-    from attnbench.choosing.candidates import CandidateRun
-    from attnbench.choosing.choose import Chosen
-    from attnbench.policy import Constraints
-    from attnbench.run.recorder import Prepared
-    from attnbench.spec import Record, Workload
-
-NOTHING, INTERRUPTED = 3, 130
 SUITE = "tune"
 MOST_CONFIGS = 8
 """Largest number of configs of one implementation that are measured at one shape."""
@@ -59,8 +63,6 @@ def tune(
 
     Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
     """
-    from attnbench.choosing.text import document
-
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
@@ -119,8 +121,6 @@ class TuningSession:
 
     def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
         """Measure and choose in rounds; return the last policy (None if nothing was measured) and why it ended."""
-        from attnbench.choosing.candidates import allowed
-        from attnbench.choosing.next_measurements import batch, proposals
 
         def allowed_variants(name: str, workload: Workload) -> list[str]:
             return [label for label in variants(name, workload) if allowed(name, label, constraints)]
@@ -146,12 +146,6 @@ class TuningSession:
 
     def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
         """Measure one round and keep its run; return what stopped it before its end, or an empty text."""
-        from attnbench.choosing.candidates import CandidateRun
-        from attnbench.report.progress import make_listener
-        from attnbench.results.run_file import read_run
-        from attnbench.run import launch as launcher
-        from attnbench.run.recorder import Recorder
-
         request = structs.replace(self.prepared.request, workloads=tuple(workloads), implementations=tuple(labels))
         end = ""
         with make_listener(stderr_console(), self.quiet) as listener:
@@ -189,9 +183,6 @@ class TuningSession:
 
 def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
     """Leave out implementations that may not be chosen; refuse an --only that names none of those measured."""
-    from attnbench.choosing.candidates import allowed
-    from attnbench.policy import Constraints
-
     kept: dict[str, str] = {}
     for asked in prepared.request.implementations:
         called = str(prepared.names.get(asked, asked))
@@ -212,9 +203,6 @@ def _bare(label: str) -> str:
 
 def variants(name: str, workload: Workload) -> list[str]:
     """Return labels of the other configs of an implementation that may be asked for by name."""
-    from attnbench import registry
-    from attnbench.policy.policy import label_of
-
     implementation = registry.get(name)
     others = [dict(config) for config in implementation.configs(workload)[1 : MOST_CONFIGS + 1]]
     return [label_of(name, config) for config in others if config.keys() <= implementation.tunables.keys()]

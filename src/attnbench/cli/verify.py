@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
+from attnbench import registry
 from attnbench.cli.options import (
     OWN_SHAPE,
     Device,
@@ -20,11 +21,15 @@ from attnbench.cli.options import (
     loadable_names,
     select_workloads,
 )
-from attnbench.cli.output import print_json, stderr_console, stdout_console
+from attnbench.cli.output import NOTHING, print_json, stderr_console, stdout_console
+from attnbench.config import load_settings
 from attnbench.errors import UnknownName, UsageError
-
-if TYPE_CHECKING:
-    from attnbench.spec import Record, Workload
+from attnbench.report.progress import make_listener
+from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
+from attnbench.results.records import is_anchor
+from attnbench.run import launch as launcher
+from attnbench.spec import Record, Workload
+from attnbench.workloads.catalogue import step_edges
 
 SPREAD = (
     "b3-t61x127-h5-d32-causal-float32-forward",
@@ -74,12 +79,6 @@ def verify(
 
     A bare function is checked as full attention unless the options say what it computes (`--causal --seq-len 128`).
     """
-    from attnbench.config import load_settings
-    from attnbench.report.progress import make_listener
-    from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
-    from attnbench.results.records import is_anchor
-    from attnbench.run import launch as launcher
-
     settings = load_settings({"device": device, "framework": framework})
     names = _implementations(impl, family, settings.framework)
     request = launcher.Request(
@@ -102,7 +101,7 @@ def verify(
     else:
         print_verification(stdout_console(), records, explain)
     statuses = {record.status for record in records if not is_anchor(record)}
-    return 1 if statuses & BROKEN else 0 if "ok" in statuses else 3
+    return 1 if statuses & BROKEN else 0 if "ok" in statuses else NOTHING
 
 
 def _workloads(
@@ -114,9 +113,6 @@ def _workloads(
     names: tuple[str, ...],
 ) -> tuple[Workload, ...]:
     """Return the workloads asked for; by default a spread of `edge`, and small steps for the names that compute one."""
-    from attnbench import registry
-    from attnbench.workloads.catalogue import step_edges
-
     if suite is not None or shape != ShapeOptions():
         return select_workloads(suite, quick, shape, Selection())[1]
     asked = {registry.get(registry.asked(name)[0]).step for name in names if not registry.is_reference(name)}
@@ -129,8 +125,6 @@ def _workloads(
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
-    from attnbench import registry
-
     known = registry.names()
     names = [name for one in impl for name in expand(one, known)]
     if not impl:
@@ -148,7 +142,5 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
 
 def families_of(name: str) -> set[str]:
     """Return the families of a name: sdpa for torch.sdpa-flash; a step has two, multihead and dilated for example."""
-    from attnbench import registry
-
     first, *more = name.partition(".")[2].split("-")
     return {first, *more[:1]} if registry.get(name).step else {first}

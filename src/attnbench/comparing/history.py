@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from math import exp, log
@@ -25,6 +26,7 @@ from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.records import is_anchor, is_timed, label
+from attnbench.run.git import commit_order, commits_between, is_ancestor, is_repository
 from attnbench.run.user_functions import one_source
 from attnbench.spec import Ok, Record, Workload
 
@@ -53,6 +55,9 @@ MOST_SUSPECTS = 3
 
 Commits = Sequence[tuple[str, str]]
 """Pairs (commit, subject), oldest first."""
+Between = Callable[[str, str], Commits | None]
+"""Function that lists the commits from one (excluded) to another (included): nothing if one is not known, None if the
+first is no ancestor of the second."""
 
 
 class HistoryFile(Struct, frozen=True):
@@ -133,6 +138,22 @@ class Trend(Struct, frozen=True):
 
     series: CommitSeries
     changes: tuple[LevelChange, ...]
+
+
+def commits_in_git(records: Iterable[Record]) -> tuple[dict[str, int], Between]:
+    """Return the position of each commit in git's history, empty outside a repository, and what lists commits between
+    two of them."""
+    environments = [record.environment for record in records if record.environment is not None]
+    commits = {one.commit for one in environments if not one.is_dirty} - {""}
+    places = commit_order(commits) if commits and is_repository() else {}
+
+    @cache  # many cells change at the same commit
+    def between(old: str, new: str) -> Commits | None:
+        if old not in places or new not in places:
+            return []
+        return commits_between(old, new) if is_ancestor(old, new) else None
+
+    return places, between
 
 
 def gather(
@@ -263,13 +284,8 @@ class Level(Struct, frozen=True):
     """Median of the points, outliers between them left out."""
 
 
-def find_changes(
-    series: CommitSeries, between: Callable[[str, str], Commits | None] | None = None
-) -> tuple[LevelChange, ...]:
-    """Return the steps of a series.
-
-    `between` lists the commits from one (excluded) to another (included), or returns None if they are not of one line.
-    """
+def find_changes(series: CommitSeries, between: Between | None = None) -> tuple[LevelChange, ...]:
+    """Return the steps of a series; `between` finds the suspects."""
     if detector_missing():
         return ()
     changes = []

@@ -40,7 +40,6 @@ class BuildFailed(UsageError):
         super().__init__(
             f"{ref} ({commit[:12]}) does not build: `{command}` ended with exit code {code}.{output_lines}"
         )
-        self.ref, self.code, self.output = ref, code, output
 
 
 class Ref(Struct, frozen=True, kw_only=True):
