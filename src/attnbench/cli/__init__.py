@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from io import TextIOWrapper
 from types import FrameType
 
@@ -31,18 +31,10 @@ LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of an output that can take no more: a full disk, or a terminal that was closed."""
 
 
-def installed_version() -> str:
-    """Return the version of the distribution; a bare source tree has none."""
-    try:
-        return version("attnbench")
-    except PackageNotFoundError:
-        return "0 (not installed)"
-
-
 app = App(
     name="attnbench",
     help="Find out which attention to run, prove that it is right, and see how fast it is.",
-    version=installed_version,
+    version=lambda: version("attnbench"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
     result_action="return_value",
@@ -67,9 +59,6 @@ def execute(arguments: Sequence[str]) -> int:
             app.resolved_commands()  # imports them all, since help says what each is for
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
-    except MissingArgumentError as error:
-        option = error.keyword
-        return _print_error(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
     except UnusedCliTokensError as error:
         command, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
         told = f'{command} does not take "{words}": see `attnbench {command} --help`.'
@@ -77,7 +66,8 @@ def execute(arguments: Sequence[str]) -> int:
             told = f'verify takes options only, not "{words}": a suite is named by --suite {words}.'
         return _print_error(told, USAGE)
     except CycloptsError as error:
-        return _print_error(_one_line(error), USAGE)
+        option = error.keyword if isinstance(error, MissingArgumentError) else None
+        return _print_error(f"{option} needs a value." if option else " ".join(str(error).split()), USAGE)
     except AttnBenchError as error:
         return _print_error(str(error), USAGE)
     except KeyboardInterrupt:
@@ -140,10 +130,6 @@ def _leave_stdout() -> None:
     """Point stdout at nothing, so that the interpreter does not complain at exit about output nobody can take."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _one_line(error: CycloptsError) -> str:
-    return " ".join(str(error).split())
 
 
 def _print_bug() -> int:

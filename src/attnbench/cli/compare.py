@@ -21,6 +21,7 @@ from attnbench.cli.options import (
 from attnbench.cli.output import INCONCLUSIVE, NOTHING, print_json, stderr_console, stdout_console, warn
 from attnbench.comparing import compare as comparing
 from attnbench.comparing.experiment import Watch
+from attnbench.comparing.gate_cases import case_of
 from attnbench.comparing.text import ExperimentProgress, print_comparison
 from attnbench.comparison import Comparison
 from attnbench.config import load_settings
@@ -98,16 +99,10 @@ def compare(
     if json:
         print_json(found[0] if len(found) == 1 else found)
     verdicts = {one.verdict for one in found}
-    if "slower" in fail_on and ("slower" in verdicts or any(map(_is_worse, found))):
+    # What is wrong, or gave no answer although A did, has no speed at all.
+    wrong = any(case_of(one.b, one.workload, one).status == "wrong" for one in found)
+    if "slower" in fail_on and ("slower" in verdicts or wrong):
         return 1
     if verdicts == {None}:
         return NOTHING
     return INCONCLUSIVE if "inconclusive" in fail_on and "inconclusive" in verdicts else 0
-
-
-def _is_worse(comparison: Comparison) -> bool:
-    """Return whether b is wrong, or gave no answer although a did: no speed at all is slower than any."""
-    a, b = comparison.record_a, comparison.record_b
-    if b is None or b.status == "ok":
-        return False
-    return b.status == "incorrect" or (a is not None and a.status == "ok")

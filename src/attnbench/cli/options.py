@@ -209,10 +209,17 @@ def select_implementations(
     only_functions = bool(asked) and all(registry.is_reference(name) for name in asked)
     if not rivals and (not asked or only_functions):
         swept = swept_names(steps)
-        rivals = [name for name in swept if asked or framework is None or name.startswith(f"{framework}.")]
-        if framework is not None and not rivals:
-            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
+        rivals = swept if asked else of_framework(framework, swept)
     return tuple(dict.fromkeys([*asked, *rivals]))
+
+
+def of_framework(framework: str | None, names: Sequence[str]) -> list[str]:
+    """Return the names of one framework, all if it is None; raises UnknownName if there are none."""
+    found = [name for name in names if framework is None or name.startswith(f"{framework}.")]
+    if framework is not None and not found:
+        known = {name.partition(".")[0] for name in registry.names()}
+        raise UnknownName("framework", framework, known, "attnbench doctor")
+    return found
 
 
 def loadable_names() -> list[str]:

@@ -19,11 +19,12 @@ from attnbench.cli.options import (
     expand,
     load_suite,
     loadable_names,
+    of_framework,
     select_workloads,
 )
 from attnbench.cli.output import NOTHING, print_json, stderr_console, stdout_console
 from attnbench.config import load_settings
-from attnbench.errors import UnknownName, UsageError
+from attnbench.errors import UsageError
 from attnbench.report.progress import make_listener
 from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
 from attnbench.results.records import is_anchor
@@ -128,9 +129,7 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
     known = registry.names()
     names = [name for one in impl for name in expand(one, known)]
     if not impl:
-        names = [name for name in loadable_names() if framework is None or name.startswith(f"{framework}.")]
-        if framework is not None and not names:
-            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
+        names = of_framework(framework, loadable_names())
     if family:
         names = [name for name in names if families_of(name) & set(family)]
         if not names:
