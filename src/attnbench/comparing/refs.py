@@ -18,7 +18,6 @@ from attnbench.config import load_settings
 from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
-from attnbench.run.git import ask, last_line
 from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
 WORKING_TREE = (".", "WORKTREE")
@@ -46,14 +45,13 @@ class Ref(Struct, frozen=True, kw_only=True):
     """A ref, checked out and built."""
 
     name: str
-    """Name as it was given."""
     commit: str
     """Full commit id; empty for a working tree without any commit."""
     subject: str
     """First line of the commit's message."""
     path: Path
     """Root folder of the checked-out tree."""
-    pythonpath: tuple[Path, ...]
+    pythonpath: tuple[Path, ...] = ()
     """Absolute folders that its workers import from, first to last."""
     dirty: bool = False
     """Whether the tree holds changes that no commit has."""
@@ -105,7 +103,7 @@ def checkout(
     if ref in WORKING_TREE:
         commit = git.head(top)
         facts = {"subject": git.subject(commit, top) if commit else "", "dirty": bool(_changes(top, outputs))}
-        made = Ref(name=ref, commit=commit, path=top, pythonpath=(), outputs=outputs, **facts)
+        made = Ref(name=ref, commit=commit, path=top, outputs=outputs, **facts)
         yield _ready(made, build, pythonpath)
         return
     commit = git.resolve(ref, top)
@@ -117,7 +115,7 @@ def checkout(
             with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
                 owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
             notes = (*_left_out_notes(ref, commit, top, outputs), *fill_submodules(top, path))
-            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
+            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, notes=notes)
             yield _ready(made, build, pythonpath)
         finally:
             git.ask(top, "worktree", "remove", "--force", "--force", str(path))
@@ -128,26 +126,24 @@ def fill_submodules(top: Path, path: Path) -> list[str]:
     """Check out each submodule at the commit that the worktree asks for; returns a note for each that is left empty."""
     if not (path / ".gitmodules").is_file():
         return []
-    listed = ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
-    notes = [_fill_submodule(top, path, line.partition(" ")[2]) for line in listed.splitlines()]
-    return [note for note in notes if note]
-
-
-def _fill_submodule(top: Path, path: Path, place: str) -> str:
-    entry = ask(path, "ls-tree", "HEAD", place).stdout.split()
-    if len(entry) < 3 or entry[1] != "commit":
-        return ""
-    source, target = top / place, path / place
-    if not (source / ".git").exists():
-        return f"submodule {place} is left empty: it is not checked out here (run `git submodule update --init`)"
-    done = ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
-    if done.returncode == 0:
-        done = ask(target, "checkout", "--quiet", "--detach", entry[2])
-    if done.returncode:
-        return f"submodule {place} is left empty: {last_line(done)}"
-    if (target / ".gitmodules").is_file():
-        return f"submodule {place} has submodules of its own, which are left empty"
-    return ""
+    listed = git.ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
+    notes: list[str] = []
+    for place in (line.partition(" ")[2] for line in listed.splitlines()):
+        source, target, entry = top / place, path / place, git.ask(path, "ls-tree", "HEAD", place).stdout.split()
+        if len(entry) < 3 or entry[1] != "commit":
+            continue
+        if not (source / ".git").exists():
+            why = "it is not checked out here (run `git submodule update --init`)"
+            notes.append(f"submodule {place} is left empty: {why}")
+            continue
+        done = git.ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
+        if done.returncode == 0:
+            done = git.ask(target, "checkout", "--quiet", "--detach", entry[2])
+        if done.returncode:
+            notes.append(f"submodule {place} is left empty: {git.last_line(done)}")
+        elif (target / ".gitmodules").is_file():
+            notes.append(f"submodule {place} has submodules of its own, which are left empty")
+    return notes
 
 
 def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
