@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -180,7 +179,7 @@ class ForkedSide(Side):
     def __enter__(self) -> ForkedSide:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:

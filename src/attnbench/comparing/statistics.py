@@ -134,6 +134,11 @@ class _Evidence(Struct, frozen=True, kw_only=True):
         return int(self.t_low > log1p(floor)) - int(self.t_high < -log1p(floor))
 
 
+def launches_text(count: int) -> str:
+    """Return a number of launches in words."""
+    return f"{count} launch{'' if count == 1 else 'es'}"
+
+
 def published(metrics: Sequence[str]) -> str:
     """Return the metric whose ratio is published: device time if there is one, else wall time."""
     return next((name for name in ("device", "wall") if name in metrics), metrics[0])
@@ -183,8 +188,7 @@ def decide(
         doubts.append(f"{verdict} by device time, but not in clock cycles: the GPU ran the two at different speeds")
         verdict = None
     if len(launches) < FEW_LAUNCHES:
-        count = f"{len(launches)} launch{'' if len(launches) == 1 else 'es'}"
-        notes.append(f"only {count}: judged by Student's t alone")
+        notes.append(f"only {launches_text(len(launches))}: judged by Student's t alone")
     return Decision(
         verdict="inconclusive" if verdict is None and last else verdict,
         estimates={name: _as_estimate(one, name, floor) for name, one in found.items()},
