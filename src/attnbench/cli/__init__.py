@@ -23,13 +23,15 @@ from attnbench.errors import AttnBenchError
 from attnbench.printable import printable, printable_lines
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
-COMMANDS = (
-    "verify", "run", "show", "compare", "gate", "baseline", "history", "bisect", "choose", "tune", "export", "report",
-)  # fmt: skip
-"""Commands with a module of their own, which is imported when the command is run: it may import what it needs."""
+COMMANDS = {
+    "doctor": "listing:doctor", "list": "listing:listing", "verify": "verify:verify", "run": "run:run",
+    "show": "run:show", "compare": "compare:compare", "gate": "gate:gate", "baseline": "baseline:baseline",
+    "history": "history:history", "bisect": "bisect:bisect", "choose": "choose:choose", "tune": "tune:tune",
+    "export": "export:export", "report": "report:report",
+}  # fmt: skip
+"""Command -> its module and function. A module is imported when its command is run: it may import what it needs."""
 LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of an output that can take no more: a full disk, or a terminal that was closed."""
-
 
 app = App(
     name="attnbench",
@@ -39,10 +41,8 @@ app = App(
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
-app.command("attnbench.cli.listing:doctor")
-app.command("attnbench.cli.listing:listing", name="list")
-for name in COMMANDS:
-    app.command(f"attnbench.cli.{name}:{name}")
+for name, place in COMMANDS.items():
+    app.command(f"attnbench.cli.{place}", name=name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`attnbench run`: measure, write a run file, rank."""
+"""`attnbench run`: measure, write a run file, rank. `attnbench show`: rank what a run file holds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from msgspec import structs
 
-from attnbench.cli.inputs import find_run
+from attnbench.cli.inputs import check_against, find_run, has_words
 from attnbench.cli.options import (
     DEFAULT_SUITE,
     Flag,
     Json,
+    Many,
     Quiet,
     Sampling,
     Selection,
     ShapeOptions,
     Suite,
+    Words,
     filter_words,
     select_implementations,
     select_workloads,
@@ -45,7 +47,7 @@ from attnbench.errors import UsageError
 from attnbench.measuring.rates import host_limit
 from attnbench.registry import is_reference
 from attnbench.report.progress import Silent, make_listener
-from attnbench.report.terminal import print_rankings
+from attnbench.report.terminal import print_cell, print_rankings
 from attnbench.results.records import baseline, is_anchor, is_timed, label
 from attnbench.results.run_file import Run, RunWriter, read_run
 from attnbench.results.sentences import answer
@@ -54,6 +56,7 @@ from attnbench.run import launch as launcher
 from attnbench.run.launch import Request
 from attnbench.run.recorder import Prepared, Recorder
 from attnbench.run.resume import (
+    describe_unreached,
     function_place,
     name_functions,
     references,
@@ -297,6 +300,42 @@ def document(path: Path, records: Sequence[Record], sentence: str, standings: St
         "ranking": ranking,
         "closing": sentence,
     }
+
+
+def show(
+    run: Annotated[str, Parameter(help="A run file, a part of its name, or `latest`.")] = "latest",
+    /,
+    *,
+    detail: Annotated[bool, Flag, Parameter(help="Every cell in full: percentiles, memory, errors, kernels.")] = False,
+    words: Words = "",
+    against: Annotated[
+        tuple[str, ...],
+        Many,
+        Parameter(help="Implementation that the others are compared with; by default that of the run."),
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
+    path = find_run(run)
+    found = read_run(path)
+    for warning in filter(None, (*found.warnings, describe_unreached(str(path), found))):
+        warn(warning)
+    records = [record for record in found.records if has_words(record, words)]
+    if not records:
+        raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
+    check_against(against, records)
+    standings = Standings([records], against or found.against)
+    sentence = answer(standings)
+    if json:
+        print_json({"header": found.header, **document(path, records, sentence, standings)})
+        return 0
+    console = stdout_console()
+    print_rankings(console, standings)
+    for record in records if detail else ():
+        print_cell(console, record)
+    console.print()
+    say(sentence)
+    return 0
 
 
 def list_cells(prepared: Prepared, json: bool) -> int:
