@@ -18,8 +18,8 @@ from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, environment_of, policy_loss
 from attnbench.choosing.text import closing, document, judgement, judgement_document, print_losses, print_policy
 from attnbench.cli.inputs import read_together
-from attnbench.cli.options import Flag, Json, Many, Runs
-from attnbench.cli.output import NOTHING, note, print_json, say, stdout_console, warn
+from attnbench.cli.options import NOTHING, Flag, Json, Many, Runs
+from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 from attnbench.files import refuse_run_file
 from attnbench.policy import Constraints, load_policy, read_policy, save_policy

@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from attnbench.cli.inputs import select_workloads
 from attnbench.cli.options import (
+    INCONCLUSIVE,
+    NOTHING,
     OWN_SHAPE,
     Budget,
     Device,
@@ -16,9 +19,8 @@ from attnbench.cli.options import (
     Selection,
     ShapeOptions,
     Threads,
-    select_workloads,
 )
-from attnbench.cli.output import INCONCLUSIVE, NOTHING, print_json, stderr_console, stdout_console, warn
+from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
 from attnbench.comparing import compare as comparing
 from attnbench.comparing.experiment import Watch
 from attnbench.comparing.gate_cases import case_of

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from attnbench.cli.inputs import has_words, read_together, spare_runs
-from attnbench.cli.options import Words
-from attnbench.cli.output import NOTHING, note, print_json_text
+from attnbench.cli.options import NOTHING, Words
+from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
 from attnbench.results.exports.benchmark_tools import timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text

@@ -15,8 +15,6 @@ from rich.text import Text
 from attnbench.printable import printable, printable_json, printable_lines, shortened
 from attnbench.report.terminal import plain_table
 
-NOTHING, INCONCLUSIVE, INTERRUPTED = 3, 4, 130
-"""Exit codes that several commands have."""
 WIDE = 200
 """Columns if the stream is no terminal, so that tables in files and pipes are not folded."""
 LONGEST_TEXT = 20_000

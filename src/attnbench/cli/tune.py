@@ -18,8 +18,8 @@ from attnbench.choosing.choose import Chosen
 from attnbench.choosing.next_measurements import batch, proposals
 from attnbench.choosing.text import document
 from attnbench.cli.choose import Within, choose_from, describe_replaced, print_chosen, read_constraints, write
-from attnbench.cli.options import Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
-from attnbench.cli.output import INTERRUPTED, NOTHING, note, print_json, stderr_console
+from attnbench.cli.options import INTERRUPTED, NOTHING, Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
+from attnbench.cli.output import note, print_json, stderr_console
 from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
 from attnbench.policy import Constraints

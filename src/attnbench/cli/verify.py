@@ -7,22 +7,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from attnbench import registry
-from attnbench.cli.options import (
-    OWN_SHAPE,
-    Device,
-    Flag,
-    Json,
-    Many,
-    Quiet,
-    Selection,
-    ShapeOptions,
-    expand,
-    load_suite,
-    loadable_names,
-    of_framework,
-    select_workloads,
-)
-from attnbench.cli.output import NOTHING, print_json, stderr_console, stdout_console
+from attnbench.cli.inputs import expand, load_suite, loadable_names, of_framework, select_workloads
+from attnbench.cli.options import NOTHING, OWN_SHAPE, Device, Flag, Json, Many, Quiet, Selection, ShapeOptions
+from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.config import load_settings
 from attnbench.errors import UsageError
 from attnbench.report.progress import make_listener
