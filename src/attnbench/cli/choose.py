@@ -18,7 +18,7 @@ from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, environment_of, policy_loss
 from attnbench.choosing.text import closing, document, judgement, judgement_document, print_losses, print_policy
 from attnbench.cli.inputs import read_together
-from attnbench.cli.options import NOTHING, Flag, Json, Many, Runs
+from attnbench.cli.options import NOTHING, Json, Names, Runs
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 from attnbench.files import refuse_run_file
@@ -37,19 +37,17 @@ class Within:
 
     max_memory: Annotated[str | None, Parameter(help="Most extra memory of a call, such as 2GB or 512MiB.")] = None
     deterministic: Annotated[
-        bool, Flag, Parameter(help="Only implementations that give the same bits in every call.")
+        bool, Parameter(negative="", help="Only implementations that give the same bits in every call.")
     ] = False
     max_error: Annotated[
         float | None, Parameter(help="Largest relative error against float64, of output and gradients.")
     ] = None
     only: Annotated[
-        tuple[str, ...],
-        Many,
+        Names,
         Parameter(help="Only these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
     ] = ()
     forbid: Annotated[
-        tuple[str, ...],
-        Many,
+        Names,
         Parameter(help="Never these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
     ] = ()
 

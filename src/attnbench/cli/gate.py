@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from attnbench import registry
 from attnbench.cli.inputs import expand, filter_words, find_run, select_workloads, swept_names
-from attnbench.cli.options import Budget, Device, Json, Many, Quiet, Selection, ShapeOptions, Threads
+from attnbench.cli.options import Budget, Device, Json, Names, Quiet, Selection, ShapeOptions, Threads
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.comparing import gate as gating
 from attnbench.comparing.baselines import holds_baselines
@@ -35,7 +35,7 @@ def gate(
     current: Annotated[str, Parameter(help='Git ref or run file that is judged; "." is the working tree.')] = "HEAD",
     suite: Annotated[str, Parameter(help="Workloads to measure, a name or a TOML file.")] = SUITE,
     impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
+        Names, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
     ] = (),
     words: Annotated[str, Parameter(name=["--filter", "-k"], help="Words that cases must contain.")] = "",
     device: Device = None,

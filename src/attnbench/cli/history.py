@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from attnbench.cli.inputs import has_words, spell_workload
-from attnbench.cli.options import Json, Many, Words
+from attnbench.cli.options import Json, Names, Words
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.comparing import history as over_commits
 from attnbench.comparing.baselines import read_baseline
@@ -28,7 +28,7 @@ def history(
     *runs: Annotated[
         str, Parameter(help="Run files, baselines, folders of them, or parts of run files' names; all when not given.")
     ],
-    impl: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = (),
+    impl: Annotated[Names, Parameter(help="Only these: names, a framework or a family.")] = (),
     words: Words = "",
     json: Json = False,
 ) -> int:

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from attnbench import registry
 from attnbench.cli.inputs import load_suite
-from attnbench.cli.options import DEFAULT_SUITE, NOTHING, Flag, Json
+from attnbench.cli.options import DEFAULT_SUITE, NOTHING, Json, Switch
 from attnbench.cli.output import print_json, print_rows, stderr_console, stdout_console
 from attnbench.errors import UsageError
 from attnbench.report.environment import print_diagnosis
@@ -51,7 +51,7 @@ def workloads(
     suite: str = DEFAULT_SUITE,
     /,
     *,
-    quick: Annotated[bool, Flag, Parameter(help="Capped shapes.")] = False,
+    quick: Annotated[Switch, Parameter(help="Capped shapes.")] = False,
     json: Json = False,
 ) -> int:
     """List the workloads of a suite (a name or a TOML file)."""

@@ -24,6 +24,7 @@ SAMPLING = Group("How to measure")
 
 Many = Parameter(consume_multiple=1, negative="")
 """`--batch 1 4` and `--batch 1 --batch 4` mean the same; `--batch` alone means nothing."""
+Names = Annotated[tuple[str, ...], Many]
 
 
 def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
@@ -42,15 +43,18 @@ def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 Whole = Parameter(converter=read_whole)
-Flag = Parameter(negative="")
+Ints = Annotated[tuple[int, ...], Many, Whole]
+Switch = Annotated[bool, Parameter(negative="")]
 Runs = Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")]
 Suite = Annotated[str | None, Parameter(help="A suite by name or a TOML file; `quick` when no shape is given.")]
 Words = Annotated[str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, ...")]
 Threads = Annotated[int | None, Whole, Parameter(help="CPU threads.")]
 Budget = Annotated[float, Parameter(help="Seconds that one comparison may take at most.")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout and nothing else.")]
-Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="Print no progress on stderr.")]
+Quick = Annotated[Switch, Parameter(help="Cap shapes and sampling time of the suite.")]
+RunsFolder = Annotated[Path | None, Parameter(help="Folder of run files.")]
+Json = Annotated[Switch, Parameter(name="--json", help="One JSON document on stdout and nothing else.")]
+Quiet = Annotated[Switch, Parameter(name="--quiet", help="Print no progress on stderr.")]
 
 
 @Parameter(name="*", group=SHAPE)
@@ -58,19 +62,15 @@ Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="Print no pr
 class ShapeOptions:
     """Axes of workloads; an empty one was not given."""
 
-    seq_len: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Query tokens.")] = ()
-    kv_len: Annotated[
-        tuple[int, ...], Many, Whole, Parameter(help="Key tokens, if they are not as many as query tokens.")
-    ] = ()
-    batch: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Sequences.")] = ()
-    heads: Annotated[tuple[str, ...], Many, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
-    head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of a head.")] = ()
-    v_head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of the values, if it differs.")] = ()
-    dtype: Annotated[tuple[str, ...], Many, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
-    mask: Annotated[
-        tuple[str, ...], Many, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")
-    ] = ()
-    causal: Annotated[bool, Parameter(negative="", help="Short for --mask causal; with --mask, both.")] = False
+    seq_len: Annotated[Ints, Parameter(help="Query tokens.")] = ()
+    kv_len: Annotated[Ints, Parameter(help="Key tokens, if they are not as many as query tokens.")] = ()
+    batch: Annotated[Ints, Parameter(help="Sequences.")] = ()
+    heads: Annotated[Names, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
+    head_dim: Annotated[Ints, Parameter(help="Width of a head.")] = ()
+    v_head_dim: Annotated[Ints, Parameter(help="Width of the values, if it differs.")] = ()
+    dtype: Annotated[Names, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
+    mask: Annotated[Names, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")] = ()
+    causal: Annotated[Switch, Parameter(help="Short for --mask causal; with --mask, both.")] = False
     pass_: Annotated[
         tuple[Literal["forward", "backward", "train"], ...], Many, Parameter(name="--pass", help="Which pass is timed.")
     ] = ()
@@ -87,12 +87,8 @@ OWN_SHAPE = ShapeOptions(seq_len=(512,))
 class Selection:
     """Which implementations and which of the workloads."""
 
-    impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function or package.module:function.")
-    ] = ()
-    against: Annotated[
-        tuple[str, ...], Many, Parameter(help="What --impl is compared with: names or a framework.")
-    ] = ()
+    impl: Annotated[Names, Parameter(help="Names, a framework, file.py:function or package.module:function.")] = ()
+    against: Annotated[Names, Parameter(help="What --impl is compared with: names or a framework.")] = ()
     framework: Annotated[
         str | None, Parameter(help="Framework of bare functions (torch); without --impl, only this framework runs.")
     ] = None
@@ -100,7 +96,7 @@ class Selection:
     words: Annotated[
         str, Parameter(name=["--filter", "-k"], help="Words that implementation names or workload ids must contain.")
     ] = ""
-    tag: Annotated[tuple[str, ...], Many, Parameter(help="Only workloads that have one of these tags.")] = ()
+    tag: Annotated[Names, Parameter(help="Only workloads that have one of these tags.")] = ()
     shard: Annotated[str | None, Parameter(help="i/n: the i-th of n parts of the workloads (from 1).")] = None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from attnbench.cli.inputs import check_against, read_together, spare_runs
-from attnbench.cli.options import Flag, Json, Many, Runs
+from attnbench.cli.options import Json, Names, Runs, Switch
 from attnbench.cli.output import note, print_json, say, warn
 from attnbench.comparing.ci_files import record_commands
 from attnbench.comparing.history import commits_in_git
@@ -31,14 +31,12 @@ def report(
         Path | None, Parameter(name=["--out", "--output", "-o"], help="The page; beside the first run file.")
     ] = None,
     png: Annotated[Path | None, Parameter(help="Folder for every chart as PNG and SVG.")] = None,
-    markdown: Annotated[bool, Flag, Parameter(help="Also print a summary for a pull request or a job's page.")] = False,
+    markdown: Annotated[Switch, Parameter(help="Also print a summary for a pull request or a job's page.")] = False,
     summaries: Annotated[
         Path | None,
         Parameter(help="Folder for summary.txt, performance.json, memory.json and correctness.json; beside the page."),
     ] = None,
-    against: Annotated[
-        tuple[str, ...], Many, Parameter(help="Implementation that the others are compared with at first.")
-    ] = (),
+    against: Annotated[Names, Parameter(help="Implementation that the others are compared with at first.")] = (),
     json: Json = False,
 ) -> int:
     """Write runs as one HTML file that needs no network: winners, charts, tables, what did not run and why.

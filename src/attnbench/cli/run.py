@@ -27,14 +27,16 @@ from attnbench.cli.options import (
     DEFAULT_SUITE,
     INTERRUPTED,
     NOTHING,
-    Flag,
     Json,
-    Many,
+    Names,
+    Quick,
     Quiet,
+    RunsFolder,
     Sampling,
     Selection,
     ShapeOptions,
     Suite,
+    Switch,
     Words,
 )
 from attnbench.cli.output import note, print_json, print_rows, say, stderr_console, stdout_console, warn
@@ -77,13 +79,11 @@ def run(
     suite: Suite = None,
     /,
     *,
-    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    quick: Quick = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     choice: Selection = Selection(),  # noqa: B008
     sampling: Sampling = Sampling(),  # noqa: B008
-    list_: Annotated[
-        bool, Flag, Parameter(name="--list", help="Only list the cells, and why some would not run.")
-    ] = False,
+    list_: Annotated[Switch, Parameter(name="--list", help="Only list the cells, and why some would not run.")] = False,
     resume: Annotated[
         str | None,
         Parameter(
@@ -91,7 +91,7 @@ def run(
             "Functions that it names by file or module must be named again with --impl."
         ),
     ] = None,
-    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    out: RunsFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -296,11 +296,10 @@ def show(
     run: Annotated[str, Parameter(help="A run file, a part of its name, or `latest`.")] = "latest",
     /,
     *,
-    detail: Annotated[bool, Flag, Parameter(help="Every cell in full: percentiles, memory, errors, kernels.")] = False,
+    detail: Annotated[Switch, Parameter(help="Every cell in full: percentiles, memory, errors, kernels.")] = False,
     words: Words = "",
     against: Annotated[
-        tuple[str, ...],
-        Many,
+        Names,
         Parameter(help="Implementation that the others are compared with; by default that of the run."),
     ] = (),
     json: Json = False,

@@ -18,7 +18,18 @@ from attnbench.choosing.choose import Chosen
 from attnbench.choosing.next_measurements import batch, proposals
 from attnbench.choosing.text import document
 from attnbench.cli.choose import Within, choose_from, describe_replaced, print_chosen, read_constraints, write
-from attnbench.cli.options import INTERRUPTED, NOTHING, Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
+from attnbench.cli.options import (
+    INTERRUPTED,
+    NOTHING,
+    Json,
+    Quick,
+    Quiet,
+    RunsFolder,
+    Sampling,
+    Selection,
+    ShapeOptions,
+    Suite,
+)
 from attnbench.cli.output import note, print_json, stderr_console
 from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
@@ -49,12 +60,12 @@ def tune(
             help="The first workload is always measured, another only if it would end in time at the pace of the last."
         ),
     ] = 10.0,
-    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    quick: Quick = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     choice: Selection = Selection(),  # noqa: B008
     sampling: Sampling = Sampling(),  # noqa: B008
     within: Within = Within(),  # noqa: B008
-    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    out: RunsFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:

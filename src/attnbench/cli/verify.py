@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from attnbench import registry
 from attnbench.cli.inputs import expand, load_suite, loadable_names, of_framework, select_workloads
-from attnbench.cli.options import NOTHING, OWN_SHAPE, Device, Flag, Json, Many, Quiet, Selection, ShapeOptions
+from attnbench.cli.options import NOTHING, OWN_SHAPE, Device, Json, Names, Quiet, Selection, ShapeOptions, Switch
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.config import load_settings
 from attnbench.errors import UsageError
@@ -48,18 +48,16 @@ BROKEN = {"incorrect", "failed", "timeout"}
 
 def verify(
     *,
-    impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function; all when not given.")
-    ] = (),
+    impl: Annotated[Names, Parameter(help="Names, a framework, file.py:function; all when not given.")] = (),
     suite: Annotated[str | None, Parameter(help="Every workload of this suite; by default a spread of `edge`.")] = None,
-    quick: Annotated[bool, Flag, Parameter(help="Cap the shapes of the suite.")] = False,
+    quick: Annotated[Switch, Parameter(help="Cap the shapes of the suite.")] = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
-    family: Annotated[tuple[str, ...], Many, Parameter(help="Only these families, such as sdpa or flex.")] = (),
+    family: Annotated[Names, Parameter(help="Only these families, such as sdpa or flex.")] = (),
     framework: Annotated[
         str | None, Parameter(help="Framework of bare functions; without --impl, only this framework is checked.")
     ] = None,
     device: Device = None,
-    explain: Annotated[bool, Flag, Parameter(help="Show where each wrong result is wrong.")] = False,
+    explain: Annotated[Switch, Parameter(help="Show where each wrong result is wrong.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
