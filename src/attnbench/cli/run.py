@@ -106,10 +106,8 @@ def run(
 
 
 def prepare(order: Order, only_listed: bool = False) -> Prepared:
-    """Check the whole command line before anything runs, and return what will be run.
-
-    A file to resume is locked and, if its last line is torn, repaired; it is left alone if cells are only listed.
-    """
+    """Check the whole command line before anything runs, and return what will be run. A file to resume is locked and,
+    if its last line is torn, repaired; it is left alone if cells are only listed."""
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
     if order.resume is None:
         suite, request = make_request(order)

@@ -36,10 +36,8 @@ class BisectResult(Struct, frozen=True, kw_only=True):
 def bisect(
     implementation: str, workload: Workload, good: str, bad: str, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], int]:
-    """Search for the commit that made an implementation slower; return what was found and the exit code.
-
-    `tell` gets a line for every step.
-    """
+    """Search for the commit that made an implementation slower; return what was found and the exit code. `tell` gets a
+    line for every step."""
     start, end, base = resolve(good), resolve(bad), merge_base(good, bad)
     # Commit -> subject, oldest first; a merged branch counts as its merge commit.
     commits = dict(commits_between(base, bad, first_parent=True))
@@ -94,9 +92,7 @@ def compare_refs(baseline: str, current: str, implementation: str, workload: Wor
 
 def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | None]) -> BisectResult:
     """Search commits, oldest first; the last is known to be slow, and the one before the first is known to be fast.
-
-    Commits that cannot be judged are skipped, as git bisect does.
-    """
+    Commits that cannot be judged are skipped, as git bisect does."""
     if not commits:
         raise ValueError("there are no commits to search")
     fast, slow = -1, len(commits) - 1
@@ -113,11 +109,9 @@ def find_first_slower(commits: Sequence[str], is_slower: Callable[[str], bool | 
 
 
 def judge(comparison: Comparison | None, sought: Comparison) -> bool | None:
-    """Return whether b is slower; None if that cannot be judged, or if b was not compared.
-
-    It is not slower only if it surely lacks the slowdown that is `sought`, by every metric that shows it: "same" alone
-    means within 5 %, which a small slowdown is too.
-    """
+    """Return whether b is slower; None if that cannot be judged, or if b was not compared. It is not slower only if it
+    surely lacks the slowdown that is `sought`, by every metric that shows it: "same" alone means within 5 %, which a
+    small slowdown is too."""
     if comparison is None:
         return None
     if comparison.verdict == "slower":
@@ -142,9 +136,7 @@ def _not_slower(case: str, good: str, bad: str, found: Comparison) -> tuple[str,
 
 def _not_searched(slower: str, good: str, bad: str, base: str, judged: bool | None, figures: str) -> tuple[str, int]:
     """Return why no commit is searched for: bad is not known to be slower than `base`, its common ancestor with good.
-
-    `slower` says that it is slower than good, `judged` and `figures` how it compares with that ancestor.
-    """
+    `slower` says that it is slower than good, `judged` and `figures` how it compares with that ancestor."""
     if judged is False:
         return (
             f"{slower}, but as fast as in their common ancestor {base}{figures}: {good} is faster than that "

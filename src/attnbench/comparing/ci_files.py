@@ -45,10 +45,8 @@ def remove_files(folder: Path) -> None:
 
 
 def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate.
-
-    Annotations go to stderr, which GitHub reads as well, so that `--json` keeps stdout to itself.
-    """
+    """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate. Annotations go to
+    stderr, which GitHub reads as well, so that `--json` keeps stdout to itself."""
     page = write_files(report, folder)
     if summary := environ.get("GITHUB_STEP_SUMMARY"):
         try:

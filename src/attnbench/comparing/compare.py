@@ -171,11 +171,8 @@ def refs(
 
 
 def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
-    """Return a working tree with the generated files, ignored by git, that no other worktree can have.
-
-    With a build command both refs were built in the same way, so a file that only one of them has is a difference of
-    the code.
-    """
+    """Return a working tree with the generated files, ignored by git, that no other worktree can have. With a build
+    command both refs were built in the same way, so a file that only one of them has is a difference of the code."""
     if ref.name not in WORKING_TREE or other.name in WORKING_TREE:
         return ref
     alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
@@ -214,11 +211,9 @@ def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, frame
 
 
 def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
-    """Return the path, from the root of a repository, of a file that was named in the folder `inner` of it.
-
-    The file is the one that a shell would open if there is such a file, else the one from the root; raises UsageError
-    if both are there and differ.
-    """
+    """Return the path, from the root of a repository, of a file that was named in the folder `inner` of it. The file is
+    the one that a shell would open if there is such a file, else the one from the root; raises UsageError if both are
+    there and differ."""
     from_here = os.path.normpath(inner / file)
     if inner == Path() or os.path.isabs(file) or from_here.startswith(".."):
         return file

@@ -46,10 +46,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     seed: int | None = None
     confirm: bool = False
-    """Whether slower and faster must show again in as many launches of newly started processes.
-
-    All forks of one process share the layout of its libraries in memory, and new processes draw that anew.
-    """
+    """Whether slower and faster must show again in as many launches of newly started processes. All forks of one
+    process share the layout of its libraries in memory, and new processes draw that anew."""
 
 
 class Experiment:
@@ -141,10 +139,8 @@ class Experiment:
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
     def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
-        """Open both sides even if the first is lost, since the report also says whether the second is right.
-
-        On an accelerator both open at once, since the host's work is what takes the time.
-        """
+        """Open both sides even if the first is lost, since the report also says whether the second is right. On an
+        accelerator both open at once, since the host's work is what takes the time."""
 
         def describe(side: str) -> None:
             self._devices[side] = workers[side].describe()

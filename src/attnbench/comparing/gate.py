@@ -184,10 +184,8 @@ class _Gate:
                 yield self._case_not_loaded(name, workload, problem)
 
     def _without_baseline(self, name: str, problem: _CannotLoad) -> Iterator[Case]:
-        """Yield the cases of an implementation that the baseline lacks or cannot load.
-
-        The current ref's results must still be right. If neither ref can be loaded, the cases stay open.
-        """
+        """Yield the cases of an implementation that the baseline lacks or cannot load. The current ref's results must
+        still be right. If neither ref can be loaded, the cases stay open."""
         try:
             with self._sides(name, self._new) as (side,):
                 for workload in self._order.workloads:

@@ -40,10 +40,8 @@ PENALTY = 3.0
 LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
 DISTANCES = {0.5: 0.6745 * 2**0.5, 0.75: 1.1503 * 2**0.5}
-"""Quantiles of the distance of two neighbours in normal noise, in standard deviations.
-
-The upper one is there for code of two speeds, most of whose neighbours have the same one.
-"""
+"""Quantiles of the distance of two neighbours in normal noise, in standard deviations. The upper one is there for code
+of two speeds, most of whose neighbours have the same one."""
 MOST_OVERLAP = 0.1
 """Largest share of pairs of points, one of either level, whose order is not that of the levels."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -194,10 +192,8 @@ def gather(
 
 
 def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
-    """Return for each function every spelling of its place -> the shortest that may mean the same.
-
-    An unknown place is the only known one, if there is just one.
-    """
+    """Return for each function every spelling of its place -> the shortest that may mean the same. An unknown place is
+    the only known one, if there is just one."""
     spellings: dict[str, set[str]] = {}
     for source in sources:
         for record in source.records:

@@ -95,9 +95,7 @@ def checkout(
     outputs: Sequence[Path] = (),
 ) -> Iterator[Ref]:
     """Check out a ref of the repository that `folder` lies in, in a temporary worktree; "." is the working tree itself.
-
-    `outputs` are files that attnbench writes, as it writes runs and baselines: they are not part of a working tree.
-    """
+    `outputs` are files that attnbench writes, as it writes runs and baselines: they are not part of a working tree."""
     top = git.root(folder)
     outputs = own_outputs(top, folder, outputs)
     if ref in WORKING_TREE:
@@ -147,10 +145,8 @@ def fill_submodules(top: Path, path: Path) -> list[str]:
 
 
 def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
-    """Return what attnbench writes inside a repository: `outputs`, runs and baselines.
-
-    The root and folders in which git knows code are left out, since changes of that code must be seen.
-    """
+    """Return what attnbench writes inside a repository: `outputs`, runs and baselines. The root and folders in which
+    git knows code are left out, since changes of that code must be seen."""
     settings = load_settings(cwd=here)
     written = (*outputs, here / settings.runs_dir, here / settings.baselines_dir)
     inside = [path for one in written if (path := Path(os.path.realpath(one))) != top and path.is_relative_to(top)]
@@ -160,9 +156,7 @@ def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, .
 
 def same_code(baseline: str, current: str, folder: Path, outputs: Sequence[Path] = ()) -> str:
     """Return why two refs are one and the same code, so that comparing them shows nothing; empty if they may differ.
-
-    `outputs` as in `checkout`.
-    """
+    `outputs` as in `checkout`."""
     top = git.root(folder)
     trees = [one in WORKING_TREE for one in (baseline, current)]
     commits = {git.head(top) if is_tree else git.resolve(one, top) for one, is_tree in zip((baseline, current), trees)}
@@ -203,11 +197,9 @@ def named(files: Sequence[str]) -> str:
 
 
 def _forget_abandoned(top: Path) -> None:
-    """Remove the worktree entries of processes that were killed; their folders are gone by now.
-
-    A folder that cannot be seen from here may belong to a living process in a container with a temporary folder of its
-    own, so its owner must be dead too. Git itself forgets what is left after three months.
-    """
+    """Remove the worktree entries of processes that were killed; their folders are gone by now. A folder that cannot be
+    seen from here may belong to a living process in a container with a temporary folder of its own, so its owner must
+    be dead too. Git itself forgets what is left after three months."""
     common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     for entry in common.glob("worktrees/*/gitdir"):
         folder = Path(entry.read_text(encoding="utf-8", errors="replace").strip()).parent
@@ -216,11 +208,8 @@ def _forget_abandoned(top: Path) -> None:
 
 
 def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return for each file what shows whether it was touched.
-
-    In a worktree made for the comparison all files count; in the user's working tree, only files that git does not
-    ignore and attnbench does not write.
-    """
+    """Return for each file what shows whether it was touched. In a worktree made for the comparison all files count; in
+    the user's working tree, only files that git does not ignore and attnbench does not write."""
     if path.parent.name.startswith(PREFIX):
         names = []
         for folder, inner, files in os.walk(path):

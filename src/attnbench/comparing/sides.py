@@ -54,10 +54,8 @@ class Code(Struct, frozen=True, kw_only=True):
     commit: str = ""
 
     def requests(self) -> list[p.Describe | p.Load]:
-        """Return the first messages to each process of the side, which load the code.
-
-        Further folders of its import path are this process's, without the hidden one if there is a ref.
-        """
+        """Return the first messages to each process of the side, which load the code. Further folders of its import
+        path are this process's, without the hidden one if there is a ref."""
         further = [*sys.path, ""]
         if self.path:
             further = [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
@@ -68,9 +66,7 @@ class Code(Struct, frozen=True, kw_only=True):
 
 def code_of(what: Any, framework: str) -> Code:
     """Return the side for a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
-
-    A reference is looked up by the workers and not here.
-    """
+    A reference is looked up by the workers and not here."""
     if isinstance(what, str) and ":" in what:
         user_function = from_reference(what, framework, set())
         return Code(label=what, name=user_function.name, framework=framework, user_function=user_function)
@@ -192,11 +188,9 @@ class ForkedSide(Side):
         return self._forkserver.exchange(question, START_S, n.decode_reply, pass_on)
 
     def start_worker(self, seed: int) -> Remote:
-        """Fork a worker with an untouched framework and its own heap padding, and return it.
-
-        If loading the code started threads or a device, the worker is a new process instead. A forkserver that has
-        ended is started again, once.
-        """
+        """Fork a worker with an untouched framework and its own heap padding, and return it. If loading the code
+        started threads or a device, the worker is a new process instead. A forkserver that has ended is started again,
+        once."""
         if not self._forks:
             return self._spawn()
         try:
@@ -312,11 +306,9 @@ def verify_alone(side: Side, workload: Workload, timeout_s: float = 120.0) -> Re
 
 
 class SideWorker:
-    """One side's worker in one launch, with its cell open; it runs only while it is asked something.
-
-    Between its turns all of its processes are stopped: threads that spin and helpers that it has started would take the
-    processor from the other side, whose time would then be too long. A stopped process keeps its GPU context.
-    """
+    """One side's worker in one launch, with its cell open; it runs only while it is asked something. Between its turns
+    all of its processes are stopped: threads that spin and helpers that it has started would take the processor from
+    the other side, whose time would then be too long. A stopped process keeps its GPU context."""
 
     def __init__(self, side: str, live: Side, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
         self._side, self._live, self._worker, self._timeout_s = side, live, worker, timeout_s

@@ -162,11 +162,9 @@ def decide(
     alpha: float = ALPHA,
     last: bool = False,
 ) -> Decision:
-    """Judge the launches at a look, or if this is the `last` chance; between looks there is no verdict.
-
-    Slower by any metric is slower and faster by any is faster, unless another metric's interval lies on the other side
-    of 1. `same` is decided by the published metric. The floor may only be raised.
-    """
+    """Judge the launches at a look, or if this is the `last` chance; between looks there is no verdict. Slower by any
+    metric is slower and faster by any is faster, unless another metric's interval lies on the other side of 1. `same`
+    is decided by the published metric. The floor may only be raised."""
     if floor < FLOOR:
         raise UsageError(
             f"a floor of {floor:g} is below {FLOOR:g}, the effect of memory layout alone: it can only be raised."
@@ -198,9 +196,7 @@ def decide(
 
 def is_overwhelming(decision: Decision) -> bool:
     """Return whether a decision needs no confirmation: it claims no difference, or a large and highly significant one.
-
-    A verdict by device time needs none either: such a time does not depend on how a process lies in memory.
-    """
+    A verdict by device time needs none either: such a time does not depend on how a process lies in memory."""
     if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
         return True
     return any(
@@ -212,11 +208,9 @@ def is_overwhelming(decision: Decision) -> bool:
 
 
 def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: int, floor: float = FLOOR) -> Decision:
-    """Return the decision after fresh launches, all but the `first` ones: a verdict stays if they confirm it.
-
-    They do if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no
-    metric on the other side. The estimates are those of all launches together.
-    """
+    """Return the decision after fresh launches, all but the `first` ones: a verdict stays if they confirm it. They do
+    if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no metric on
+    the other side. The estimates are those of all launches together."""
     fresh, word = launches[first:], decision.verdict
     sign, judged = (1 if word == "slower" else -1), list(decision.estimates)
     pooled = decide(launches, judged, floor=floor, last=True)

@@ -221,11 +221,9 @@ def _corrected(cases: Sequence[Case]) -> list[Case]:
 def compare_records(
     a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record], floor: float = STORED_FLOOR
 ) -> Comparison:
-    """Compare the times of two runs, each relative to the anchors of its own sitting.
-
-    Slower or faster only if both anchors agree. A measurement is the same as itself, whatever its anchors. Times by
-    different clocks are compared by a clock that both records hold, if there is one.
-    """
+    """Compare the times of two runs, each relative to the anchors of its own sitting. Slower or faster only if both
+    anchors agree. A measurement is the same as itself, whatever its anchors. Times by different clocks are compared by
+    a clock that both records hold, if there is one."""
     pairs: list[tuple[Ok, Ok]] = []  # the cell in both runs, then each anchor beside it
     problem = _missing_times(a, b, run_a, run_b)
     if not problem:
