@@ -58,13 +58,19 @@ def gate(
     if ci is not None:
         remove_files(ci)  # whatever ends this gate, those of an earlier one must not pass for its own
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
-    baseline = _default_baseline(settings) if baseline is None else baseline
+    if baseline is None:
+        folder = Path(settings.baselines_dir)
+        if not folder.is_dir():
+            raise UsageError(
+                "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or save one with "
+                "`attnbench run ci` and `attnbench baseline save RUN`."
+            )
+        baseline = str(folder) if folder.is_absolute() else f"./{folder}"
     if ci is not None:
         check_writable(ci, "--ci")
     means: Any = OUTCOMES[on_inconclusive]
-    if _is_stored(current) or _is_stored(baseline):
-        old, new = _stored(baseline, current)
-        report = gate_stored(old, new, load_thresholds(settings.thresholds), means)
+    if stored := _stored(baseline, current):
+        report = gate_stored(*stored, load_thresholds(settings.thresholds), means)
     else:
         name, workloads = select_workloads(suite, False, ShapeOptions(), Selection())
         floors = load_thresholds(settings.thresholds)
@@ -102,16 +108,6 @@ def gate(
     return EXIT_CODES[report.outcome]
 
 
-def _default_baseline(settings: Settings) -> str:
-    folder = Path(settings.baselines_dir)
-    if folder.is_dir():
-        return str(folder) if folder.is_absolute() else f"./{folder}"
-    raise UsageError(
-        "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or save one with "
-        "`attnbench run ci` and `attnbench baseline save RUN`."
-    )
-
-
 def _is_stored(what: str) -> bool:
     """Return whether a name means run files or a folder of baselines; an unrelated folder may share its name
     with a branch."""
@@ -123,10 +119,13 @@ def _is_stored(what: str) -> bool:
     return is_path or holds_baselines(Path(what)) or not git.is_ref(what)
 
 
-def _stored(baseline: str, current: str) -> tuple[Path, Path]:
-    """Return the run file or folder of baselines, and the run file that is judged."""
-    if not _is_stored(baseline) or not _is_stored(current):
-        stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
+def _stored(baseline: str, current: str) -> tuple[Path, Path] | None:
+    """Return the run file or folder of baselines, and the run file that is judged; None if both are git refs."""
+    old, new = _is_stored(baseline), _is_stored(current)
+    if not old and not new:
+        return None
+    if not old or not new:
+        stored, option = (baseline, "--current") if old else (current, "--baseline")
         raise UsageError(
             f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )

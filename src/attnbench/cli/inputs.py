@@ -1,4 +1,4 @@
-"""What a command works on: run files, workloads and names of implementations, as the options name them."""
+"""Inputs of a command: run files, workloads and names of implementations, as its options name them."""
 
 from __future__ import annotations
 
