@@ -56,7 +56,7 @@ def execute(arguments: Sequence[str]) -> int:
     _open_streams()
     try:
         if not arguments or arguments[0] in ("--help", "-h"):
-            app.resolved_commands()  # imports them all, since help says what each is for
+            _ = [app[name] for name in COMMANDS]  # imports them all, since help says what each is for
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except UnusedCliTokensError as error:
