@@ -76,7 +76,10 @@ def report(
     texts = _write(page, path, folder)
     images = [] if png is None else write_images(page, png)
     if markdown and os.environ.get("GITHUB_ACTIONS") == "true":
-        _annotate(page)
+        for part in page.parts:
+            titled = part.title if len(page.parts) > 1 else ""
+            for line in record_commands(part.cells.standings.newest, titled):
+                print(line, file=sys.stderr)
     if json:
         closing = [" ".join(part.answer) for part in page.parts]
         found = {"report": path, "images": images, "summaries": texts, "closing": closing}
@@ -102,11 +105,3 @@ def _write(page: Page, path: Path, folder: Path) -> list[Path]:
         return write_summaries(collect_standings(page), folder, page.left)
     except UsageError as error:
         raise UsageError(f"the page was written to {path}, but its summaries were not: {error}") from error
-
-
-def _annotate(page: Page) -> None:
-    """Print annotations of a GitHub workflow on stderr."""
-    titled = len(page.parts) > 1
-    for part in page.parts:
-        for line in record_commands(part.cells.standings.newest, part.title if titled else ""):
-            print(line, file=sys.stderr)
