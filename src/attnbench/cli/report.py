@@ -16,7 +16,7 @@ from attnbench.cli.output import note, print_json, say, warn
 from attnbench.comparing.ci_files import record_commands
 from attnbench.comparing.history import commits_in_git
 from attnbench.errors import UsageError
-from attnbench.files import write_texts
+from attnbench.files import write_errors, write_texts
 from attnbench.report.summaries import FILES, folder_of, write_summaries
 
 if TYPE_CHECKING:
@@ -97,10 +97,8 @@ def _write(page: Page, path: Path, folder: Path) -> list[Path]:
     from attnbench.report.html.page import collect_standings, render
 
     text = render(page)
-    try:
+    with write_errors(path, "Choose another place with -o."):
         write_texts({path: text})
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another place with -o.") from error
     try:
         return write_summaries(collect_standings(page), folder, page.left)
     except UsageError as error:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.files import convert, decode_json, files_in, read_content, write_texts
+from attnbench.files import convert, decode_json, files_in, read_content, write_errors, write_texts
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
@@ -92,11 +92,8 @@ def save(
             skipped.append((record.cell.id, why))
             continue
         path = known or _path(folder, made.environment, record.cell)
-        try:  # indented, so that a change can be reviewed
+        with write_errors(path, "Choose another folder with --dir."):  # indented, so that a change can be reviewed
             write_texts({path: msgspec.json.format(msgspec.json.encode(made), indent=1).decode() + "\n"})
-        except OSError as error:
-            why = error.strerror or error
-            raise UsageError(f"cannot write {path}: {why}. Choose another folder with --dir.") from error
         written.append(made)
     return Saved(tuple(written), tuple(skipped))
 

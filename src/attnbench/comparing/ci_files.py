@@ -15,7 +15,7 @@ from attnbench.comparing.gate_text import control_text, figures, markdown, order
 from attnbench.comparing.text import sentence
 from attnbench.comparison import FAILING, OPEN, Case, Control, GateReport
 from attnbench.errors import UsageError
-from attnbench.files import write_texts
+from attnbench.files import write_errors, write_texts
 from attnbench.printable import printable, shortened
 from attnbench.results.records import label
 from attnbench.results.sentences import capped
@@ -63,10 +63,8 @@ def write_files(report: GateReport, folder: Path) -> str:
     """Write all three files or none, and return the Markdown."""
     page = markdown(report)
     texts = (msgspec.json.format(msgspec.json.encode(report), indent=2).decode(), page, junit(report))
-    try:
+    with write_errors(f"to {folder}", "Give --ci another folder."):
         write_texts({folder / name: text for name, text in zip(FILES, texts)})
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
     return page
 
 
