@@ -124,7 +124,6 @@ class Case(Struct, frozen=True, kw_only=True):
     memory: tuple[int | None, int | None] = (None, None)
     """Peak bytes of baseline and current."""
     culprit: str = ""
-    """Suspected commit."""
 
     @property
     def comparison(self) -> Comparison | None:

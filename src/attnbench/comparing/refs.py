@@ -48,9 +48,7 @@ class Ref(Struct, frozen=True, kw_only=True):
     commit: str
     """Full commit id; empty for a working tree without any commit."""
     subject: str
-    """First line of the commit's message."""
     path: Path
-    """Root folder of the checked-out tree."""
     pythonpath: tuple[Path, ...] = ()
     """Absolute folders that its workers import from, first to last."""
     dirty: bool = False

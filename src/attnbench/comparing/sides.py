@@ -40,7 +40,6 @@ class Code(Struct, frozen=True, kw_only=True):
     """Name of the implementation in the workers."""
     framework: str
     config: dict[str, int | float | str | bool] = {}
-    """Settings beyond the defaults."""
     user_function: UserFunction | None = None
     path: tuple[str, ...] = ()
     """Folders that come first on the workers' import path, those of a git ref; the code must come from them."""

@@ -121,7 +121,6 @@ class _Evidence(Struct, frozen=True, kw_only=True):
     mean: TrimmedMean
     """Trimmed mean of the launches' medians, which the t interval and the p-values come from."""
     se: float
-    """Standard error of the point."""
     launches: int
     pairs: int
 
