@@ -31,8 +31,7 @@ class Block(Struct, frozen=True, array_like=True):
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """A fresh process of each side (on an accelerator a fresh warm-up), sampled in turn: a[i] and b[i] are neighbours
-    in time."""
+    """A fresh process of each side (on an accelerator a fresh warm-up): a[i] and b[i] are neighbours in time."""
 
     a: tuple[Block, ...]
     b: tuple[Block, ...]
@@ -48,8 +47,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     interval: tuple[float, float]
     """Interval from launches resampled as wholes, at the confidence of the look it was made at."""
     t_interval: tuple[float, float]
-    """Student's t over the launches' medians, from 8 launches on without an eighth at either end: the cautious
-    cross-check."""
+    """Student's t over the launches' medians, of 8 launches or more without the extremes: the cautious cross-check."""
     detectable: float
     """Smallest slowdown that would have been found, such as 0.026."""
     p_slower: float
@@ -119,20 +117,13 @@ class Case(Struct, frozen=True, kw_only=True):
     status: CaseStatus
     reason: str = ""
     first: Comparison | None = None
-    """Comparison of stage one."""
     second: Comparison | None = None
-    """Comparison of stage two: fresh launches for a case that stage one called slower."""
+    """Stage two: fresh launches for a case that the first comparison called slower."""
     p_holm: float | None = None
     """p-value of stage two after Holm's correction over cases."""
     memory: tuple[int | None, int | None] = (None, None)
     """Peak bytes of baseline and current."""
     culprit: str = ""
-    """Suspected commit, if known."""
-
-    @property
-    def id(self) -> str:
-        """Implementation and workload, separated by a slash."""
-        return f"{self.implementation}/{self.workload.id}"
 
     @property
     def comparison(self) -> Comparison | None:
@@ -154,7 +145,7 @@ class Control(Struct, frozen=True, kw_only=True):
 
 
 class GateReport(Struct, frozen=True, kw_only=True):
-    """Outcome of `attnbench gate`, with its cases and controls."""
+    """Outcome of a gate, with its cases and controls."""
 
     baseline: str
     current: str
@@ -166,6 +157,5 @@ class GateReport(Struct, frozen=True, kw_only=True):
     """Ratio over all timed cases, with its interval."""
     elapsed_s: float = 0.0
     warnings: tuple[str, ...] = ()
-    """Warnings such as "underpowered: the +5 % control was not detected"."""
     attnbench: str = ""
     schema: int = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from git_repository import Repository
 from record_factory import workload
 
 from attnbench.cli import execute
+from attnbench.comparing import bisect as bisecting
 from attnbench.comparing import compare as comparing
 from attnbench.comparing.refs import BuildFailed
 from attnbench.comparison import Comparison
@@ -50,7 +50,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.chdir(repository.path)
     monkeypatch.setenv("ATTNBENCH_CACHE", str(tmp_path / "cache"))
     made = Bench(repository)
-    monkeypatch.setattr(import_module("attnbench.cli.bisect"), "compare_refs", made.compare)
+    monkeypatch.setattr(bisecting, "compare_refs", made.compare)
     return made
 
 
@@ -171,6 +171,6 @@ def test_the_comparison_is_the_one_of_compare_refs(monkeypatch: pytest.MonkeyPat
     asked: dict = {}
     monkeypatch.setenv("ATTNBENCH_THREADS", "3")
     monkeypatch.setattr(comparing, "compare_refs", lambda **given: asked.update(given))
-    import_module("attnbench.cli.bisect").compare_refs("a", "b", "torch.sdpa", workload())
+    bisecting.compare_refs("a", "b", "torch.sdpa", workload())
     wanted = {"baseline": "a", "current": "b", "implementation": "torch.sdpa", "workload": workload()}
     assert asked == wanted | {"device": None, "threads": 3}

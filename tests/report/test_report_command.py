@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -145,7 +145,7 @@ class TestTrouble:
     def test_a_missing_package_says_what_to_install(
         self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ):
-        monkeypatch.setattr(sys.modules["attnbench.cli.report"], "find_spec", lambda name: None)
+        monkeypatch.setattr(import_module("attnbench.cli.report"), "find_spec", lambda name: None)
         assert execute(["report"]) == 2
         assert "attnbench[report]" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The command line. Commands parse, call and print; this file gathers them and turns errors into exit codes.
+"""The command line. Commands parse, call and print; this file names their modules and turns errors into exit codes.
 
 0 fine · 1 a check says no · 2 usage · 3 nothing could be measured · 4 inconclusive · 5 untrusted · 130 interrupted
 """
@@ -13,63 +13,36 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from io import TextIOWrapper
 from types import FrameType
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
-from attnbench.cli.baseline import baseline
-from attnbench.cli.bisect import bisect
-from attnbench.cli.choose import choose
-from attnbench.cli.compare import compare
-from attnbench.cli.export import export
-from attnbench.cli.gate import gate
-from attnbench.cli.history import history
-from attnbench.cli.listing import doctor, listing
-from attnbench.cli.report import report
-from attnbench.cli.run import run
-from attnbench.cli.show import show
-from attnbench.cli.tune import tune
-from attnbench.cli.verify import verify
 from attnbench.errors import AttnBenchError
 from attnbench.printable import printable, printable_lines
 
 USAGE, BUG, INTERRUPTED = 2, 70, 130
+COMMANDS = {
+    "doctor": "listing:doctor", "list": "listing:listing", "verify": "verify:verify", "run": "run:run",
+    "show": "run:show", "compare": "compare:compare", "gate": "gate:gate", "baseline": "baseline:baseline",
+    "history": "history:history", "bisect": "bisect:bisect", "choose": "choose:choose", "tune": "tune:tune",
+    "export": "export:export", "report": "report:report",
+}  # fmt: skip
+"""Command -> its module and function. A module is imported when its command is run: it may import what it needs."""
 LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of an output that can take no more: a full disk, or a terminal that was closed."""
-
-
-def installed_version() -> str:
-    """Return the version of the distribution; a bare source tree has none."""
-    try:
-        return version("attnbench")
-    except PackageNotFoundError:
-        return "0 (not installed)"
-
 
 app = App(
     name="attnbench",
     help="Find out which attention to run, prove that it is right, and see how fast it is.",
-    version=installed_version,
+    version=lambda: version("attnbench"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
-app.command(doctor)
-app.command(listing, name="list")
-app.command(verify)
-app.command(run)
-app.command(show)
-app.command(compare)
-app.command(gate)
-app.command(baseline, name="baseline")
-app.command(history)
-app.command(bisect)
-app.command(choose)
-app.command(tune)
-app.command(export)
-app.command(report)
+for name, place in COMMANDS.items():
+    app.command(f"attnbench.cli.{place}", name=name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,11 +55,10 @@ def execute(arguments: Sequence[str]) -> int:
     _end_tidily()
     _open_streams()
     try:
+        if not arguments or arguments[0] in ("--help", "-h"):
+            _ = [app[name] for name in COMMANDS]  # imports them all, since help says what each is for
         code = app(list(arguments), exit_on_error=False, print_error=False)
         sys.stdout.flush()
-    except MissingArgumentError as error:
-        option = error.keyword
-        return _print_error(_one_line(error) if option is None else f"{option} needs a value.", USAGE)
     except UnusedCliTokensError as error:
         command, words = " ".join(error.command_chain or ()), " ".join(error.unused_tokens or ())
         told = f'{command} does not take "{words}": see `attnbench {command} --help`.'
@@ -94,7 +66,8 @@ def execute(arguments: Sequence[str]) -> int:
             told = f'verify takes options only, not "{words}": a suite is named by --suite {words}.'
         return _print_error(told, USAGE)
     except CycloptsError as error:
-        return _print_error(_one_line(error), USAGE)
+        option = error.keyword if isinstance(error, MissingArgumentError) else None
+        return _print_error(f"{option} needs a value." if option else " ".join(str(error).split()), USAGE)
     except AttnBenchError as error:
         return _print_error(str(error), USAGE)
     except KeyboardInterrupt:
@@ -157,10 +130,6 @@ def _leave_stdout() -> None:
     """Point stdout at nothing, so that the interpreter does not complain at exit about output nobody can take."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _one_line(error: CycloptsError) -> str:
-    return " ".join(str(error).split())
 
 
 def _print_bug() -> int:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
+from rich.markup import escape
 
 from attnbench.cli.inputs import has_words, read_runs
 from attnbench.cli.options import Json, Runs, Words
 from attnbench.cli.output import print_json, say, stdout_console, warn
+from attnbench.comparing import baselines
+from attnbench.comparing.baselines import Baseline, Saved
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
+from attnbench.report.terminal import plain_table, print_cell
+from attnbench.report.units import duration
+from attnbench.results.records import is_anchor
+from attnbench.run.user_functions import sources_of
 
-if TYPE_CHECKING:
-    from attnbench.comparing.baselines import Baseline, Saved
-
-baseline = App(help="Baselines: one file per machine, implementation and workload, replaced only on purpose.")
+baseline = App(
+    name="baseline", help="Baselines: one file per machine, implementation and workload, replaced only on purpose."
+)
 
 NOTHING_WRITTEN = 1
 MAKE = "`attnbench run` and then `attnbench baseline save latest` make one"
@@ -27,27 +34,18 @@ Note = Annotated[str, Parameter(help="Reason for saving it, stored with the base
 @baseline.command
 def save(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """Save the timed records of runs as baselines; existing baselines stay unchanged."""
-    from attnbench.comparing import baselines
-
     return _keep(baselines.save, runs or ("latest",), note, words, _chosen(folder), json)
 
 
 @baseline.command
 def update(*runs: Runs, note: Note = "", words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """Save the timed records of runs as baselines, and replace existing ones."""
-    from attnbench.comparing import baselines
-
     return _keep(baselines.update, runs or ("latest",), note, words, _chosen(folder), json)
 
 
 @baseline.command(name="list")
 def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> int:
     """List every baseline: id, median time, commit, when it was measured."""
-    from rich.markup import escape
-
-    from attnbench.report.terminal import plain_table
-    from attnbench.report.units import duration
-
     rows = [_row(one) for one in _matching(_chosen(folder), words)]
     if json:
         print_json(rows)
@@ -67,8 +65,6 @@ def show(
     json: Json = False,
 ) -> int:
     """Show one baseline in full, with its anchors."""
-    from attnbench.report.terminal import print_cell
-
     matching = _matching(_chosen(folder), identity)
     matching = [one for one in matching if one.id == identity] or matching
     if not matching:
@@ -93,15 +89,12 @@ def show(
 
 def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str, folder: Path, json: bool) -> int:
     """Save or update baselines, and print what was left out with its reason; return the exit code."""
-    from attnbench.results.records import ANCHOR, is_anchor
-    from attnbench.run.user_functions import sources_of
-
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
     for path, run in read_runs(runs).items():
         records = [r for r in run.records if is_anchor(r) or has_words(r, words)]
-        dirty = {r.implementation for r in records if r.environment is not None and r.environment.is_dirty}
-        if dirty := sorted(name for name in dirty if not name.startswith(ANCHOR)):
+        changed = (r for r in records if r.environment is not None and r.environment.is_dirty and not is_anchor(r))
+        if dirty := sorted({r.implementation for r in changed}):
             warn(
                 f"{path.name} was measured with uncommitted changes ({', '.join(dirty)}): no commit contains this code"
             )
@@ -123,15 +116,11 @@ def _keep(keep: Callable[..., Saved], runs: Sequence[str], note: str, words: str
 
 
 def _chosen(folder: Path | None) -> Path:
-    from attnbench.config import load_settings
-
     return Path(load_settings({"baselines_dir": None if folder is None else str(folder)}).baselines_dir)
 
 
 def _matching(folder: Path, words: str) -> list[Baseline]:
-    from attnbench.comparing.baselines import list_baselines
-
-    return [one for one in list_baselines(folder) if all(word in one.id for word in words.split())]
+    return [one for one in baselines.list_baselines(folder) if all(word in one.id for word in words.split())]
 
 
 def _row(one: Baseline) -> dict[str, Any]:

@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from attnbench import registry
+from attnbench.choosing import choose as choosing
+from attnbench.choosing.candidates import CandidateRun
+from attnbench.choosing.choose import Chosen, environment_of, policy_loss
+from attnbench.choosing.text import closing, document, judgement, judgement_document, print_losses, print_policy
 from attnbench.cli.inputs import read_together
-from attnbench.cli.options import Flag, Json, Many, Runs
+from attnbench.cli.options import NOTHING, Json, Names, Runs
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
+from attnbench.files import refuse_run_file
+from attnbench.policy import Constraints, load_policy, read_policy, save_policy
 
-if TYPE_CHECKING:
-    from attnbench.choosing.candidates import CandidateRun
-    from attnbench.choosing.choose import Chosen
-    from attnbench.policy import Constraints
-
-NOTHING = 3
 SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 WITHIN = Group("What may be chosen")
@@ -36,19 +37,17 @@ class Within:
 
     max_memory: Annotated[str | None, Parameter(help="Most extra memory of a call, such as 2GB or 512MiB.")] = None
     deterministic: Annotated[
-        bool, Flag, Parameter(help="Only implementations that give the same bits in every call.")
+        bool, Parameter(negative="", help="Only implementations that give the same bits in every call.")
     ] = False
     max_error: Annotated[
         float | None, Parameter(help="Largest relative error against float64, of output and gradients.")
     ] = None
     only: Annotated[
-        tuple[str, ...],
-        Many,
+        Names,
         Parameter(help="Only these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
     ] = ()
     forbid: Annotated[
-        tuple[str, ...],
-        Many,
+        Names,
         Parameter(help="Never these: names with their variants (torch.sdpa is torch.sdpa-flash too), or a framework."),
     ] = ()
 
@@ -68,8 +67,6 @@ def choose(
 
     Examples: `attnbench choose latest -o policy.json` · `attnbench choose RUN --deterministic --forbid torch.eager`
     """
-    from attnbench.choosing.text import document
-
     constraints = read_constraints(within)
     if judge is not None and output is not None:
         raise UsageError("--judge only evaluates a policy; it cannot be combined with -o.")
@@ -89,23 +86,15 @@ def choose(
 
 def choose_from(sources: Sequence[CandidateRun], constraints: Constraints) -> Chosen:
     """Choose from runs, leaving out implementations that the registry offers by name only."""
-    from attnbench import registry
-    from attnbench.choosing.choose import choose as choose_records
-
     names = {record.implementation for source in sources for record in source.records}
     loadable, _ = registry.loadable()
     reasons = {name: registry.get(name).by_name_only for name in loadable if name in names}
     refused = {name: f"by name only: {why}" for name, why in reasons.items() if why}
-    return choose_records(sources, constraints, refused, registry.names())
+    return choosing.choose(sources, constraints, refused, registry.names())
 
 
 def describe_replaced(output: Path | None) -> str:
-    """Return words about the file that a new policy replaces, for the message that it was written; empty if none.
-
-    Raises UsageError if that is a run file."""
-    from attnbench.files import refuse_run_file
-    from attnbench.policy import read_policy
-
+    """Return words about the file that a new policy replaces, empty if none; raises UsageError for a run file."""
     if output is None or not output.is_file():
         return ""
     refuse_run_file(output)
@@ -118,8 +107,6 @@ def describe_replaced(output: Path | None) -> str:
 
 def write(chosen: Chosen, output: Path | None) -> int:
     """Write the policy if it has entries, and return the exit code."""
-    from attnbench.policy import save_policy
-
     if not chosen.policy.entries:
         return NOTHING
     if output is not None:
@@ -129,10 +116,6 @@ def write(chosen: Chosen, output: Path | None) -> int:
 
 def _judge(path: Path, chosen: Chosen, json: bool) -> int:
     """Print what the policy of a file loses on the shapes of the runs; return the exit code."""
-    from attnbench.choosing.choose import environment_of, policy_loss
-    from attnbench.choosing.text import judgement, judgement_document, print_losses
-    from attnbench.policy import load_policy
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         policy = load_policy(path)
@@ -156,8 +139,6 @@ def _judge(path: Path, chosen: Chosen, json: bool) -> int:
 
 def print_chosen(chosen: Chosen) -> None:
     """Print the tables and the closing sentence on stdout."""
-    from attnbench.choosing.text import closing, print_losses, print_policy
-
     console = stdout_console()
     print_policy(console, chosen.policy, chosen.unchosen)
     for ground in chosen.grounds:
@@ -169,8 +150,6 @@ def print_chosen(chosen: Chosen) -> None:
 
 def read_constraints(within: Within) -> Constraints:
     """Check the options and return the constraints that they make."""
-    from attnbench.policy import Constraints
-
     if within.max_error is not None and not (within.max_error > 0 and isfinite(within.max_error)):
         raise UsageError(f"--max-error must be more than 0 and finite, not {within.max_error:g}.")
     return Constraints(
@@ -196,8 +175,6 @@ def read_size(text: str) -> int:
 
 def read_sources(names: Sequence[str]) -> list[CandidateRun]:
     """Read every run named, each once."""
-    from attnbench.choosing.candidates import CandidateRun
-
     read = read_together(names)
     found = [CandidateRun(path.name, run.header.created, run.records, run.dates) for path, run in read.items()]
     if not any(source.records for source in found):

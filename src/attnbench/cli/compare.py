@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from attnbench.cli.inputs import select_workloads
 from attnbench.cli.options import (
+    INCONCLUSIVE,
+    NOTHING,
     OWN_SHAPE,
     Budget,
     Device,
@@ -16,17 +19,17 @@ from attnbench.cli.options import (
     Selection,
     ShapeOptions,
     Threads,
-    select_workloads,
 )
 from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
+from attnbench.comparing import compare as comparing
+from attnbench.comparing.experiment import Watch
+from attnbench.comparing.gate_cases import case_of
+from attnbench.comparing.text import ExperimentProgress, print_comparison
+from attnbench.comparison import Comparison
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from attnbench.comparing.experiment import Watch
-    from attnbench.comparison import Comparison
-    from attnbench.spec import Workload
-
-NOTHING = 3
+from attnbench.run.machine import measuring
+from attnbench.spec import Workload
 
 
 def compare(
@@ -57,11 +60,6 @@ def compare(
     Examples: `attnbench compare torch.eager torch.sdpa --seq-len 1024` ·
     `attnbench compare my_kernel.py:attention --baseline main --current HEAD`
     """
-    from attnbench.comparing import compare as comparing
-    from attnbench.comparing.text import ExperimentProgress, print_comparison
-    from attnbench.config import load_settings
-    from attnbench.run.machine import measuring
-
     if b is None and baseline is None:
         raise UsageError(f"compare {a} with what? Name a second implementation, or --baseline REF [--current REF].")
     if b is not None and (baseline is not None or current is not None):
@@ -103,16 +101,10 @@ def compare(
     if json:
         print_json(found[0] if len(found) == 1 else found)
     verdicts = {one.verdict for one in found}
-    if "slower" in fail_on and ("slower" in verdicts or any(map(_is_worse, found))):
+    # What is wrong, or gave no answer although A did, has no speed at all.
+    wrong = any(case_of(one.b, one.workload, one).status == "wrong" for one in found)
+    if "slower" in fail_on and ("slower" in verdicts or wrong):
         return 1
     if verdicts == {None}:
         return NOTHING
-    return 4 if "inconclusive" in fail_on and "inconclusive" in verdicts else 0
-
-
-def _is_worse(comparison: Comparison) -> bool:
-    """Return whether b is wrong, or gave no answer although a did: no speed at all is slower than any."""
-    a, b = comparison.record_a, comparison.record_b
-    if b is None or b.status == "ok":
-        return False
-    return b.status == "incorrect" or (a is not None and a.status == "ok")
+    return INCONCLUSIVE if "inconclusive" in fail_on and "inconclusive" in verdicts else 0

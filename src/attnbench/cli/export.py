@@ -9,14 +9,16 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from attnbench.cli.inputs import has_words, read_together, spare_runs
-from attnbench.cli.options import Words
+from attnbench.cli.options import NOTHING, Words
 from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
+from attnbench.results.exports.benchmark_tools import timed
+from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
+from attnbench.results.exports.table import ExportedRun
 
 Format = Literal[
     "parquet", "csv", "sqlite", "pytest-benchmark", "google-benchmark", "bencher", "github-action-benchmark"
 ]
-NOTHING = 3
 STDOUT = "-"
 
 
@@ -38,10 +40,6 @@ def export(
 
     Examples: `attnbench export latest --format parquet -o run.parquet` · `attnbench export latest --format csv`
     """
-    from attnbench.results.exports.benchmark_tools import timed
-    from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-    from attnbench.results.exports.table import ExportedRun
-
     read = read_together(runs or ("latest",))
     paths = list(read)
     sources: list[ExportedRun] = []

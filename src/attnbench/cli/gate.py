@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import (
-    Budget,
-    Device,
-    Json,
-    Many,
-    Quiet,
-    Selection,
-    ShapeOptions,
-    Threads,
-    expand,
-    filter_words,
-    select_workloads,
-    swept_names,
-)
+from attnbench import registry
+from attnbench.cli.inputs import expand, filter_words, find_run, select_workloads, swept_names
+from attnbench.cli.options import Budget, Device, Json, Names, Quiet, Selection, ShapeOptions, Threads
 from attnbench.cli.output import print_json, stderr_console, stdout_console
+from attnbench.comparing import gate as gating
+from attnbench.comparing.baselines import holds_baselines
+from attnbench.comparing.ci_files import FILES, remove_files, write_ci, write_files
+from attnbench.comparing.gate_cases import load_thresholds
+from attnbench.comparing.gate_text import print_gate
+from attnbench.comparing.stored import gate_stored
+from attnbench.comparing.text import ExperimentProgress
+from attnbench.comparison import EXIT_CODES, GateReport
+from attnbench.config import Settings, load_settings
 from attnbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from attnbench.comparison import GateReport
-    from attnbench.config import Settings
+from attnbench.results.run_file import check_writable
+from attnbench.run import git
 
 SUITE = "ci"
 OUTCOMES = {"exit": "inconclusive", "pass": "pass", "fail": "fail"}
@@ -39,7 +35,7 @@ def gate(
     current: Annotated[str, Parameter(help='Git ref or run file that is judged; "." is the working tree.')] = "HEAD",
     suite: Annotated[str, Parameter(help="Workloads to measure, a name or a TOML file.")] = SUITE,
     impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
+        Names, Parameter(help="What to measure; else `implementations` of [tool.attnbench], else all.")
     ] = (),
     words: Annotated[str, Parameter(name=["--filter", "-k"], help="Words that cases must contain.")] = "",
     device: Device = None,
@@ -59,26 +55,22 @@ def gate(
 
     Exit codes: 0 pass · 1 slower, wrong or bigger · 2 usage · 3 nothing measured · 4 inconclusive · 5 untrusted
     """
-    from attnbench.comparing.ci_files import FILES, remove_files, write_ci, write_files
-    from attnbench.comparing.gate import GateOrder, gate_refs
-    from attnbench.comparing.gate_cases import load_thresholds
-    from attnbench.comparing.gate_text import print_gate
-    from attnbench.comparing.stored import gate_stored
-    from attnbench.comparing.text import ExperimentProgress
-    from attnbench.comparison import EXIT_CODES
-    from attnbench.config import load_settings
-    from attnbench.results.run_file import check_writable
-
     if ci is not None:
         remove_files(ci)  # whatever ends this gate, those of an earlier one must not pass for its own
     settings = load_settings({"device": device, "threads": threads, "thresholds": thresholds and str(thresholds)})
-    baseline = _default_baseline(settings) if baseline is None else baseline
+    if baseline is None:
+        folder = Path(settings.baselines_dir)
+        if not folder.is_dir():
+            raise UsageError(
+                "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or save one with "
+                "`attnbench run ci` and `attnbench baseline save RUN`."
+            )
+        baseline = str(folder) if folder.is_absolute() else f"./{folder}"
     if ci is not None:
         check_writable(ci, "--ci")
     means: Any = OUTCOMES[on_inconclusive]
-    if _is_stored(current) or _is_stored(baseline):
-        old, new = _stored(baseline, current)
-        report = gate_stored(old, new, load_thresholds(settings.thresholds), means)
+    if stored := _stored(baseline, current):
+        report = gate_stored(*stored, load_thresholds(settings.thresholds), means)
     else:
         name, workloads = select_workloads(suite, False, ShapeOptions(), Selection())
         floors = load_thresholds(settings.thresholds)
@@ -90,7 +82,7 @@ def gate(
                     write_files(report, ci)
 
         with ExperimentProgress(stderr_console(), quiet or json) as progress:
-            order = GateOrder(
+            order = gating.GateOrder(
                 baseline=baseline,
                 current=current,
                 suite=name,
@@ -105,7 +97,7 @@ def gate(
                 outputs=() if ci is None else tuple(ci / name for name in FILES),
                 on_progress=keep,
             )
-            report = gate_refs(order, progress)
+            report = gating.gate_refs(order, progress)
     with suppress(BrokenPipeError):  # the exit code counts, whoever reads
         if json:
             print_json(report)
@@ -116,36 +108,24 @@ def gate(
     return EXIT_CODES[report.outcome]
 
 
-def _default_baseline(settings: Settings) -> str:
-    folder = Path(settings.baselines_dir)
-    if folder.is_dir():
-        return str(folder) if folder.is_absolute() else f"./{folder}"
-    raise UsageError(
-        "no baseline: give --baseline REF (a branch, tag or commit), or a run file, or save one with "
-        "`attnbench run ci` and `attnbench baseline save RUN`."
-    )
-
-
 def _is_stored(what: str) -> bool:
     """Return whether a name means run files or a folder of baselines; an unrelated folder may share its name
     with a branch."""
-    from attnbench.comparing.baselines import holds_baselines
-    from attnbench.run.git import is_ref
-
     if what == "latest" or Path(what).suffix == ".jsonl":
         return True
     if what == "." or not Path(what).is_dir():
         return False
     is_path = what.startswith(("./", "../", "/")) or what.endswith("/") or Path(what).is_absolute()
-    return is_path or holds_baselines(Path(what)) or not is_ref(what)
+    return is_path or holds_baselines(Path(what)) or not git.is_ref(what)
 
 
-def _stored(baseline: str, current: str) -> tuple[Path, Path]:
-    """Return the run file or folder of baselines, and the run file that is judged."""
-    from attnbench.cli.inputs import find_run
-
-    if not _is_stored(baseline) or not _is_stored(current):
-        stored, option = (baseline, "--current") if _is_stored(baseline) else (current, "--baseline")
+def _stored(baseline: str, current: str) -> tuple[Path, Path] | None:
+    """Return the run file or folder of baselines, and the run file that is judged; None if both are git refs."""
+    old, new = _is_stored(baseline), _is_stored(current)
+    if not old and not new:
+        return None
+    if not old or not new:
+        stored, option = (baseline, "--current") if old else (current, "--baseline")
         raise UsageError(
             f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )
@@ -158,9 +138,6 @@ def _stored(baseline: str, current: str) -> tuple[Path, Path]:
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     """Return the names asked for; else those that belong to this repository: attnbench's own are the same in all refs
     of another one."""
-    from attnbench import registry
-    from attnbench.run import git
-
     known = registry.names()
     named = tuple(dict.fromkeys(name for one in impl or settings.implementations for name in expand(one, known)))
     if named:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import asker, commit_places, has_words
-from attnbench.cli.options import Json, Many, Words, spell_workload
+from attnbench.cli.inputs import has_words, spell_workload
+from attnbench.cli.options import Json, Names, Words
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
+from attnbench.comparing import history as over_commits
+from attnbench.comparing.baselines import read_baseline
+from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
-
-if TYPE_CHECKING:
-    from attnbench.comparing.history import HistoryFile, LevelChange, Trend
+from attnbench.files import files_in
+from attnbench.report.summaries import FILES as SUMMARIES
+from attnbench.results.records import is_anchor, matches
+from attnbench.results.run_file import read_run
+from attnbench.run.user_functions import sources_of
+from attnbench.spec import Record
 
 
 def history(
     *runs: Annotated[
         str, Parameter(help="Run files, baselines, folders of them, or parts of run files' names; all when not given.")
     ],
-    impl: Annotated[tuple[str, ...], Many, Parameter(help="Only these: names, a framework or a family.")] = (),
+    impl: Annotated[Names, Parameter(help="Only these: names, a framework or a family.")] = (),
     words: Words = "",
     json: Json = False,
 ) -> int:
@@ -30,46 +36,34 @@ def history(
 
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
-    from attnbench.comparing.history import Trend, closing, find_changes, gather, print_history
-
     sources = _only(_sources(runs), impl, words)
-    places = commit_places(record for source in sources for record in source.records)
-    series, excluded = gather(sources, places)
-    between = asker(places)
-    trends = [Trend(one, find_changes(one, between)) for one in series]
+    places, between = over_commits.commits_in_git(record for source in sources for record in source.records)
+    series, excluded = over_commits.gather(sources, places)
+    trends = [over_commits.Trend(one, over_commits.find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
     if unknown:
         note(f"note: {len(unknown)} commits are not in this clone; their runs are placed by time.")
 
-    def bisect_command(trend: Trend, change: LevelChange) -> str:
-        """Return the command that would confirm a change."""
+    def bisect_command(trend: over_commits.Trend, change: over_commits.LevelChange) -> str:
         shape = spell_workload(trend.series.workload)
         if shape is None or not (change.old and change.new) or change.direction == "faster":
             return ""
         refs = ["--good", change.old, "--bad", change.new]
         return shlex.join(["attnbench", "bisect", trend.series.key.implementation, *refs, *shape])
 
-    sentence = closing(trends, bisect_command)
+    sentence = over_commits.closing(trends, bisect_command)
     if json:
         print_json({"trends": trends, "excluded": excluded, "closing": sentence})
         return 0
     console = stdout_console()
-    print_history(console, trends, excluded)
+    over_commits.print_history(console, trends, excluded)
     for line in ["", *sentence.split("\n")] if trends else [sentence]:
         say(line)
     return 0
 
 
-def _sources(names: Sequence[str]) -> list[HistoryFile]:
+def _sources(names: Sequence[str]) -> list[over_commits.HistoryFile]:
     """Read the runs and baselines that are named; a broken file is an error if named itself, a warning in a folder."""
-    from attnbench.comparing.baselines import read_baseline
-    from attnbench.comparing.history import HistoryFile
-    from attnbench.config import load_settings
-    from attnbench.files import files_in
-    from attnbench.report.summaries import FILES as SUMMARIES
-    from attnbench.results.run_file import read_run
-    from attnbench.run.user_functions import sources_of
-
     settings = load_settings()
     runs_dir, folders = Path(settings.runs_dir), [Path(name) for name in names if Path(name).is_dir()]
     files = [Path(name) for name in names if Path(name).is_file()]
@@ -85,18 +79,18 @@ def _sources(names: Sequence[str]) -> list[HistoryFile]:
         files += found
     if not files:
         raise UsageError(f"there are no run files in {runs_dir}: `attnbench run --quick` makes one.")
-    sources: list[HistoryFile] = []
+    sources: list[over_commits.HistoryFile] = []
     warnings: list[str] = []
     for path in dict.fromkeys(files):
         try:
             if path.suffix == ".json":
                 one = read_baseline(path)
                 places = {one.record.implementation: one.source} if one.source else {}
-                sources.append(HistoryFile(one.created, one.records, places))
+                sources.append(over_commits.HistoryFile(one.created, one.records, places))
             else:
                 run = read_run(path)
                 warnings += run.warnings
-                sources.append(HistoryFile(run.header.created, run.records, sources_of(run), run.dates))
+                sources.append(over_commits.HistoryFile(run.header.created, run.records, sources_of(run), run.dates))
         except BrokenFile as error:
             if path in map(Path, names):
                 raise
@@ -106,22 +100,20 @@ def _sources(names: Sequence[str]) -> list[HistoryFile]:
     return sources
 
 
-def _only(sources: Sequence[HistoryFile], impl: Sequence[str], words: str) -> list[HistoryFile]:
+def _only(
+    sources: Sequence[over_commits.HistoryFile], impl: Sequence[str], words: str
+) -> list[over_commits.HistoryFile]:
     """Return the records asked for, and the anchors."""
-    from attnbench.comparing.history import HistoryFile
-    from attnbench.results.records import is_anchor, matches
-    from attnbench.spec import Record
 
     def wanted(record: Record) -> bool:
-        name = record.implementation
-        named = not impl or any(matches(name, one) for one in impl)
+        named = not impl or any(matches(record.implementation, one) for one in impl)
         return is_anchor(record) or (named and has_words(record, words))
 
-    kept: list[HistoryFile] = []
+    kept: list[over_commits.HistoryFile] = []
     for source in sources:
         dated = [one for one in source.dated if wanted(one[1])]
         dates, records = zip(*dated) if dated else ((), ())
-        kept.append(HistoryFile(source.created, records, source.places, dates))
+        kept.append(over_commits.HistoryFile(source.created, records, source.places, dates))
     if not any(not is_anchor(r) for source in kept for r in source.records):
         raise UsageError(
             f'no record matches "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.'

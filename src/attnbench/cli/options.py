@@ -1,26 +1,20 @@
-"""Options that several commands share, and what they ask for: workloads and names of implementations."""
+"""Options that several commands share, and their exit codes; `inputs.py` finds what they ask for."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from cyclopts import Group, Parameter, Token
 
-from attnbench.cli.output import warn
-from attnbench.errors import UnknownName, UsageError
+from attnbench.errors import UsageError
 
-if TYPE_CHECKING:
-    from attnbench.spec import Workload
-
+NOTHING, INCONCLUSIVE, INTERRUPTED = 3, 4, 130
+"""Exit codes that several commands have."""
 DEFAULT_SUITE = "quick"
-OWN_GRID = "own"
-"""Name of the run when the shape options alone made the workloads."""
-DEFAULTS: dict[str, Any] = {"batch": 1, "q_len": 512, "heads": "8", "head_dim": 64, "dtype": "float32"}
 SHAPE = Group(
     "Shape",
     help="Without SUITE, these options make a grid of workloads; with SUITE, each replaces that axis of the suite.",
@@ -30,6 +24,7 @@ SAMPLING = Group("How to measure")
 
 Many = Parameter(consume_multiple=1, negative="")
 """`--batch 1 4` and `--batch 1 --batch 4` mean the same; `--batch` alone means nothing."""
+Names = Annotated[tuple[str, ...], Many]
 
 
 def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
@@ -48,15 +43,18 @@ def read_whole(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 Whole = Parameter(converter=read_whole)
-Flag = Parameter(negative="")
+Ints = Annotated[tuple[int, ...], Many, Whole]
+Switch = Annotated[bool, Parameter(negative="")]
 Runs = Annotated[str, Parameter(help="Run files, parts of their names, or `latest` (when none is given).")]
 Suite = Annotated[str | None, Parameter(help="A suite by name or a TOML file; `quick` when no shape is given.")]
 Words = Annotated[str, Parameter(name=["--filter", "-k"], help="Only cells whose id contains all these words.")]
 Device = Annotated[str | None, Parameter(help="cpu, cuda, ...")]
 Threads = Annotated[int | None, Whole, Parameter(help="CPU threads.")]
 Budget = Annotated[float, Parameter(help="Seconds that one comparison may take at most.")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout and nothing else.")]
-Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="Print no progress on stderr.")]
+Quick = Annotated[Switch, Parameter(help="Cap shapes and sampling time of the suite.")]
+RunsFolder = Annotated[Path | None, Parameter(help="Folder of run files.")]
+Json = Annotated[Switch, Parameter(name="--json", help="One JSON document on stdout and nothing else.")]
+Quiet = Annotated[Switch, Parameter(name="--quiet", help="Print no progress on stderr.")]
 
 
 @Parameter(name="*", group=SHAPE)
@@ -64,19 +62,15 @@ Quiet = Annotated[bool, Parameter(name="--quiet", negative="", help="Print no pr
 class ShapeOptions:
     """Axes of workloads; an empty one was not given."""
 
-    seq_len: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Query tokens.")] = ()
-    kv_len: Annotated[
-        tuple[int, ...], Many, Whole, Parameter(help="Key tokens, if they are not as many as query tokens.")
-    ] = ()
-    batch: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Sequences.")] = ()
-    heads: Annotated[tuple[str, ...], Many, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
-    head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of a head.")] = ()
-    v_head_dim: Annotated[tuple[int, ...], Many, Whole, Parameter(help="Width of the values, if it differs.")] = ()
-    dtype: Annotated[tuple[str, ...], Many, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
-    mask: Annotated[
-        tuple[str, ...], Many, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")
-    ] = ()
-    causal: Annotated[bool, Parameter(negative="", help="Short for --mask causal; with --mask, both.")] = False
+    seq_len: Annotated[Ints, Parameter(help="Query tokens.")] = ()
+    kv_len: Annotated[Ints, Parameter(help="Key tokens, if they are not as many as query tokens.")] = ()
+    batch: Annotated[Ints, Parameter(help="Sequences.")] = ()
+    heads: Annotated[Names, Parameter(help="Query heads, or query:key/value heads such as 32:8.")] = ()
+    head_dim: Annotated[Ints, Parameter(help="Width of a head.")] = ()
+    v_head_dim: Annotated[Ints, Parameter(help="Width of the values, if it differs.")] = ()
+    dtype: Annotated[Names, Parameter(help="float32, bfloat16, float16 or float64.")] = ()
+    mask: Annotated[Names, Parameter(help="full, causal, window:128:0, prefix:816, lengths:512,300, A&B ...")] = ()
+    causal: Annotated[Switch, Parameter(help="Short for --mask causal; with --mask, both.")] = False
     pass_: Annotated[
         tuple[Literal["forward", "backward", "train"], ...], Many, Parameter(name="--pass", help="Which pass is timed.")
     ] = ()
@@ -88,28 +82,13 @@ OWN_SHAPE = ShapeOptions(seq_len=(512,))
 """Shape that a bare function is checked on if no other is given."""
 
 
-def spell(shape: ShapeOptions) -> list[str]:
-    """Return the options as words again, for a command that we suggest."""
-    words: list[str] = []
-    for one in fields(shape):
-        value = getattr(shape, one.name)
-        if value:
-            words.append(f"--{one.name.rstrip('_').replace('_', '-')}")
-            words += [] if value is True else [str(item) for item in value]
-    return words
-
-
 @Parameter(name="*", group=CHOICE)
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Which implementations and which of the workloads."""
 
-    impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function or package.module:function.")
-    ] = ()
-    against: Annotated[
-        tuple[str, ...], Many, Parameter(help="What --impl is compared with: names or a framework.")
-    ] = ()
+    impl: Annotated[Names, Parameter(help="Names, a framework, file.py:function or package.module:function.")] = ()
+    against: Annotated[Names, Parameter(help="What --impl is compared with: names or a framework.")] = ()
     framework: Annotated[
         str | None, Parameter(help="Framework of bare functions (torch); without --impl, only this framework runs.")
     ] = None
@@ -117,7 +96,7 @@ class Selection:
     words: Annotated[
         str, Parameter(name=["--filter", "-k"], help="Words that implementation names or workload ids must contain.")
     ] = ""
-    tag: Annotated[tuple[str, ...], Many, Parameter(help="Only workloads that have one of these tags.")] = ()
+    tag: Annotated[Names, Parameter(help="Only workloads that have one of these tags.")] = ()
     shard: Annotated[str | None, Parameter(help="i/n: the i-th of n parts of the workloads (from 1).")] = None
 
 
@@ -136,164 +115,3 @@ class Sampling:
     seed: Annotated[int | None, Whole, Parameter(help="Seed of the order and the inputs.")] = None
     clock: Annotated[str | None, Parameter(help="Another clock of the device, such as graph.")] = None
     trace: Annotated[Path | None, Parameter(help="Folder for a profiler trace of one call per cell.")] = None
-
-
-def select_workloads(
-    suite: str | None, quick: bool, shape: ShapeOptions, choice: Selection
-) -> tuple[str, tuple[Workload, ...]]:
-    """Return the name of the suite, and its workloads that the options leave."""
-    from attnbench.run.plan import shard
-    from attnbench.workloads.suite_file import grid
-
-    axes = shape_axes(shape)
-    if suite is None and axes:
-        name, workloads = OWN_GRID, grid(**(DEFAULTS | axes))
-    else:
-        name, workloads = load_suite(suite or DEFAULT_SUITE, quick)
-    if suite is not None and axes:  # in place of the axes of each workload
-        changed = [one for workload in workloads for one in grid(**(_fields(workload) | axes))]
-        workloads = {one.id: one for one in changed}.values()
-    if choice.tag:
-        known = sorted({tag for workload in workloads for tag in workload.tags})
-        workloads = [w for w in workloads if set(w.tags) & set(choice.tag)]
-        if not workloads:
-            raise UsageError(
-                f"no workload of {name} is tagged {' or '.join(choice.tag)}; it has: {', '.join(known) or 'none'}."
-            )
-    if choice.shard is not None:
-        part, slash, parts = choice.shard.partition("/")
-        whole = slash and len(choice.shard) < 40 and part.isdecimal() and parts.isdecimal()
-        if not (whole and 1 <= int(part) <= int(parts)):
-            raise UsageError(f'--shard takes i/n with 1 <= i <= n, such as 1/4, not "{choice.shard}".')
-        workloads = shard(list(workloads), int(part), int(parts))
-    return name, tuple(workloads)
-
-
-def load_suite(name: str, quick: bool) -> tuple[str, tuple[Workload, ...]]:
-    """Return name and workloads of a suite (a name or a TOML path); `quick` caps its shapes."""
-    from attnbench.workloads import suites
-
-    suite = suites.load(name)
-    suite = suites.quicken(suite) if quick else suite
-    return suite.name, tuple(suite.workloads)
-
-
-def shape_axes(shape: ShapeOptions) -> dict[str, Any]:
-    """Return the axes that were given, by the workload's field names; each a list."""
-    given = {one.name: list(getattr(shape, one.name)) for one in fields(shape) if one.name != "causal"}
-    if shape.causal:
-        given["mask"] = [f"{mask}&causal" for mask in shape.mask] or ["causal"]
-    return {"q_len" if name == "seq_len" else name: values for name, values in given.items() if values}
-
-
-def _fields(w: Workload) -> dict[str, Any]:
-    """Return a workload as axes, without those that only follow another one (kv_len = q_len)."""
-    axes: dict[str, Any] = {
-        "batch": w.batch,
-        "q_len": w.q_len,
-        "heads": (w.heads, w.kv_heads),
-        "head_dim": w.head_dim,
-        "dtype": w.dtype,
-        "mask": w.visible_mask,
-        "pass_": w.pass_,
-        "scale": w.scale,
-        "softcap": w.softcap,
-        "inputs": w.inputs,
-        "step": w.step,
-        "tags": w.tags,
-    }
-    if w.kv_len != w.q_len:
-        axes["kv_len"] = w.kv_len
-    if w.value_dim != w.head_dim:
-        axes["v_head_dim"] = w.value_dim
-    return axes
-
-
-def select_implementations(
-    choice: Selection, framework: str | None = None, steps: Collection[str] = ("",)
-) -> tuple[str, ...]:
-    """Return names and references to run: those asked for and their rivals; if none was asked for, all (of the
-    framework) that compute one of the steps."""
-    from attnbench import registry
-
-    known = registry.names()
-    asked = [name for one in choice.impl for name in expand(one, known)]
-    rivals = [name for one in choice.against for name in expand(one, known)]
-    only_functions = bool(asked) and all(registry.is_reference(name) for name in asked)
-    if not rivals and (not asked or only_functions):
-        swept = swept_names(steps)
-        rivals = [name for name in swept if asked or framework is None or name.startswith(f"{framework}.")]
-        if framework is not None and not rivals:
-            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
-    return tuple(dict.fromkeys([*asked, *rivals]))
-
-
-def loadable_names() -> list[str]:
-    """Return every name that loads; a warning on stderr names the others."""
-    from attnbench import registry
-
-    good, broken = registry.loadable()
-    for reason in broken.values():
-        warn(reason)
-    return good
-
-
-def swept_names(steps: Collection[str] = ("",)) -> list[str]:
-    """Return the names that a sweep over everything takes: not those by name only, nor those of another step."""
-    from attnbench import registry
-
-    known = [registry.get(name) for name in loadable_names()]
-    return [one.name for one in known if not one.by_name_only and one.step in steps]
-
-
-def expand(wanted: str, known: Sequence[str]) -> list[str]:
-    """Return the names a word means: an exact name (settings in brackets), a reference, a framework or a family."""
-    from attnbench.registry import is_reference
-
-    if is_reference(wanted) or wanted.partition("[")[0] in known:
-        return [wanted]
-    found = [name for name in known if name.startswith((f"{wanted}.", f"{wanted}-"))]
-    if not found:
-        raise UnknownName("implementation", wanted, known, "attnbench list implementations")
-    return found
-
-
-def filter_words(
-    words: str, workloads: Sequence[Workload], implementations: Sequence[str]
-) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
-    """Keep what `-k "sdpa causal"` names: each word narrows the implementations, the workloads, or both."""
-    for word in words.split():
-        names = [name for name in implementations if word in name]
-        shapes = [w for w in workloads if word in w.id]
-        if not names and not shapes:
-            raise UsageError(
-                f'-k "{word}" matches neither an implementation name nor a workload id: see `attnbench run --list`.'
-            )
-        implementations, workloads = names or implementations, shapes or workloads
-    return tuple(workloads), tuple(implementations)
-
-
-def spell_workload(workload: Workload) -> list[str] | None:
-    """Return the options that make exactly this workload; None if there are none (a mask that is an array)."""
-    # The id of a mask, such as window128:0-topleft, is window:128:0:top-left as an option.
-    sized = re.sub(r"(^|&)(window|prefix|dilated)(?=\d|all)", r"\1\2:", workload.visible_mask.id)
-    mask = sized.replace("-topleft", ":top-left").replace("-group", ":group")
-    heads = f"{workload.heads}" if workload.heads == workload.kv_heads else f"{workload.heads}:{workload.kv_heads}"
-    shape = ShapeOptions(
-        seq_len=(workload.q_len,),
-        kv_len=(workload.kv_len,) if workload.kv_len != workload.q_len else (),
-        batch=(workload.batch,),
-        heads=(heads,),
-        head_dim=(workload.head_dim,),
-        v_head_dim=(workload.value_dim,) if workload.value_dim != workload.head_dim else (),
-        dtype=(workload.dtype,),
-        mask=(mask,),
-        pass_=(workload.pass_,),
-        scale=() if workload.scale is None else (workload.scale,),
-        softcap=() if workload.softcap is None else (workload.softcap,),
-    )
-    try:
-        _, made = select_workloads(None, False, shape, Selection())
-    except UsageError:
-        return None
-    return spell(shape) if [one.id for one in made] == [workload.id] else None

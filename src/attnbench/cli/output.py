@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from attnbench.printable import printable, printable_json, printable_lines, shortened
+from attnbench.report.terminal import plain_table
 
 WIDE = 200
 """Columns if the stream is no terminal, so that tables in files and pipes are not folded."""
@@ -21,11 +22,8 @@ LONGEST_TEXT = 20_000
 
 
 class PlainConsole(Console):
-    """Prints what others wrote as text and nothing else: every string is one visible line (`printable`).
-
-    A line break within a string is shown as an escape, so lines of ours are printed one by one. Rich ends the program
-    with code 1 when the reader of a pipe has gone; `execute` decides that here.
-    """
+    """Prints what others wrote as text and nothing else: every string is one visible line (`printable`), so lines of
+    ours are printed one by one."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Take a string or a cell of a table, before it is laid out."""
@@ -37,7 +35,7 @@ class PlainConsole(Console):
             yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Raise it instead of ending the program."""
+        """Raise the error, which `execute` handles; Rich would end the program with code 1."""
         raise BrokenPipeError
 
 
@@ -78,6 +76,15 @@ def print_json(document: Any) -> None:
 def print_json_text(text: str) -> None:
     """Write a JSON document to stdout, as any terminal and any encoding can show it."""
     sys.stdout.write(printable_json(text, sys.stdout.encoding or "utf-8"))
+
+
+def print_rows(rows: Sequence[dict[str, Any]], json: bool) -> int:
+    """Print a table, or with `json` its rows as they are; return the exit code."""
+    if json:
+        print_json(rows)
+    else:
+        stdout_console().print(plain_table(rows), highlight=False)
+    return 0
 
 
 def _plain(value: Any) -> Any:

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import asker, check_against, commit_places, read_together, spare_runs
-from attnbench.cli.options import Flag, Json, Many, Runs
+from attnbench.cli.inputs import check_against, read_together, spare_runs
+from attnbench.cli.options import Json, Names, Runs, Switch
 from attnbench.cli.output import note, print_json, say, warn
+from attnbench.comparing.ci_files import record_commands
+from attnbench.comparing.history import commits_in_git
 from attnbench.errors import UsageError
+from attnbench.files import write_errors, write_texts
+from attnbench.report.summaries import FILES, folder_of, write_summaries
 
 if TYPE_CHECKING:
     from attnbench.report.html.page import Page
@@ -27,14 +31,12 @@ def report(
         Path | None, Parameter(name=["--out", "--output", "-o"], help="The page; beside the first run file.")
     ] = None,
     png: Annotated[Path | None, Parameter(help="Folder for every chart as PNG and SVG.")] = None,
-    markdown: Annotated[bool, Flag, Parameter(help="Also print a summary for a pull request or a job's page.")] = False,
+    markdown: Annotated[Switch, Parameter(help="Also print a summary for a pull request or a job's page.")] = False,
     summaries: Annotated[
         Path | None,
         Parameter(help="Folder for summary.txt, performance.json, memory.json and correctness.json; beside the page."),
     ] = None,
-    against: Annotated[
-        tuple[str, ...], Many, Parameter(help="Implementation that the others are compared with at first.")
-    ] = (),
+    against: Annotated[Names, Parameter(help="Implementation that the others are compared with at first.")] = (),
     json: Json = False,
 ) -> int:
     """Write runs as one HTML file that needs no network: winners, charts, tables, what did not run and why.
@@ -51,7 +53,6 @@ def report(
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose
     from attnbench.report.html.sections import ReportedRun
-    from attnbench.report.summaries import FILES, folder_of
 
     read = read_together(runs or ("latest",))
     paths = list(read)
@@ -66,10 +67,7 @@ def report(
         spare_runs([png, *(png / run.name for run in paths if run.suffix in (".png", ".svg"))], paths, "--png")
     records = [record for source in sources for record in source.run.records]
     check_against(against, records)
-    history = NO_HISTORY
-    if len(sources) > 1:
-        places = commit_places(records)
-        history = find_history(sources, places, asker(places))
+    history = find_history(sources, *commits_in_git(records)) if len(sources) > 1 else NO_HISTORY
     page = compose(sources, against, history)
     for warning in page.left:
         warn(warning)
@@ -78,7 +76,10 @@ def report(
     texts = _write(page, path, folder)
     images = [] if png is None else write_images(page, png)
     if markdown and os.environ.get("GITHUB_ACTIONS") == "true":
-        _annotate(page)
+        for part in page.parts:
+            titled = part.title if len(page.parts) > 1 else ""
+            for line in record_commands(part.cells.standings.newest, titled):
+                print(line, file=sys.stderr)
     if json:
         closing = [" ".join(part.answer) for part in page.parts]
         found = {"report": path, "images": images, "summaries": texts, "closing": closing}
@@ -93,26 +94,12 @@ def report(
 
 def _write(page: Page, path: Path, folder: Path) -> list[Path]:
     """Write the page and the summaries beside it; return the files of the summaries."""
-    from attnbench.files import write_texts
     from attnbench.report.html.page import collect_standings, render
-    from attnbench.report.summaries import write_summaries
 
     text = render(page)
-    try:
+    with write_errors(path, "Choose another place with -o."):
         write_texts({path: text})
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another place with -o.") from error
     try:
         return write_summaries(collect_standings(page), folder, page.left)
     except UsageError as error:
         raise UsageError(f"the page was written to {path}, but its summaries were not: {error}") from error
-
-
-def _annotate(page: Page) -> None:
-    """Print annotations of a GitHub workflow on stderr."""
-    from attnbench.comparing.ci_files import record_commands
-
-    titled = len(page.parts) > 1
-    for part in page.parts:
-        for line in record_commands(part.cells.standings.newest, part.title if titled else ""):
-            print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`attnbench run`: measure, write a run file, rank."""
+"""`attnbench run`: measure, write a run file, rank. `attnbench show`: rank what a run file holds."""
 
 from __future__ import annotations
 
@@ -8,40 +8,58 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from msgspec import structs
 
-from attnbench.cli.options import (
-    DEFAULT_SUITE,
-    Flag,
-    Json,
-    Quiet,
-    Sampling,
-    Selection,
-    ShapeOptions,
-    Suite,
+from attnbench.cli.inputs import (
+    check_against,
     filter_words,
+    find_run,
+    has_words,
     select_implementations,
     select_workloads,
     spell,
     spell_workload,
 )
-from attnbench.cli.output import note, print_json, say, stderr_console, stdout_console, warn
+from attnbench.cli.options import (
+    DEFAULT_SUITE,
+    INTERRUPTED,
+    NOTHING,
+    Json,
+    Names,
+    Quick,
+    Quiet,
+    RunsFolder,
+    Sampling,
+    Selection,
+    ShapeOptions,
+    Suite,
+    Switch,
+    Words,
+)
+from attnbench.cli.output import note, print_json, print_rows, say, stderr_console, stdout_console, warn
+from attnbench.config import load_settings
 from attnbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from attnbench.results.run_file import Run
-    from attnbench.results.standings import Standings
-    from attnbench.run.launch import Request
-    from attnbench.run.recorder import Prepared
-    from attnbench.spec import Record
+from attnbench.measuring.rates import host_limit
+from attnbench.registry import is_reference
+from attnbench.report.progress import Silent, make_listener
+from attnbench.report.terminal import print_cell, print_rankings
+from attnbench.results.records import baseline, is_anchor, is_timed, label
+from attnbench.results.run_file import Run, RunWriter, read_run
+from attnbench.results.sentences import answer
+from attnbench.results.standings import Standings
+from attnbench.run import launch as launcher
+from attnbench.run import resume as resuming
+from attnbench.run.launch import Request
+from attnbench.run.recorder import Prepared, Recorder
+from attnbench.run.user_functions import refuse_changed_sources
+from attnbench.spec import ONLY_TIMED, Incorrect, Record
 
 QUICK_BUDGET_S = 0.5
 MOST = 1_000_000_000
 """Largest count of samples and the like that is accepted."""
-NOTHING, INTERRUPTED = 3, 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +79,11 @@ def run(
     suite: Suite = None,
     /,
     *,
-    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    quick: Quick = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     choice: Selection = Selection(),  # noqa: B008
     sampling: Sampling = Sampling(),  # noqa: B008
-    list_: Annotated[
-        bool, Flag, Parameter(name="--list", help="Only list the cells, and why some would not run.")
-    ] = False,
+    list_: Annotated[Switch, Parameter(name="--list", help="Only list the cells, and why some would not run.")] = False,
     resume: Annotated[
         str | None,
         Parameter(
@@ -75,7 +91,7 @@ def run(
             "Functions that it names by file or module must be named again with --impl."
         ),
     ] = None,
-    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    out: RunsFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -83,8 +99,6 @@ def run(
 
     Examples: `attnbench run --quick` · `attnbench run --impl my_kernel.py:my_attention --seq-len 2048 --causal`
     """
-    from attnbench.cli.inputs import find_run
-
     path = None if resume is None else find_run(resume)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=path, out=out)
     prepared = prepare(order, only_listed=list_)
@@ -92,16 +106,8 @@ def run(
 
 
 def prepare(order: Order, only_listed: bool = False) -> Prepared:
-    """Check the whole command line before anything runs, and return what will be run.
-
-    A file to resume is locked and, if its last line is torn, repaired; it is left alone if cells are only listed.
-    """
-    from attnbench.config import load_settings
-    from attnbench.results.run_file import RunWriter, read_run
-    from attnbench.run.recorder import Prepared
-    from attnbench.run.resume import refuse_shared_names, stored_requests
-    from attnbench.run.user_functions import refuse_changed_sources
-
+    """Check the whole command line before anything runs, and return what will be run. A file to resume is locked and,
+    if its last line is torn, repaired; it is left alone if cells are only listed."""
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
     if order.resume is None:
         suite, request = make_request(order)
@@ -114,11 +120,13 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
         requests = [request]
     else:
         suite, sampling = kept.header.suite, order.sampling
-        requests, more = stored_requests(order.resume, kept, order.choice.impl, sampling.trace, sampling.timeout)
+        requests, more = resuming.stored_requests(
+            order.resume, kept, order.choice.impl, sampling.trace, sampling.timeout
+        )
         warnings += more
     for header in kept.headers:
         refuse_changed_sources(order.resume, header.sources, [name for one in requests for name in one.implementations])
-    warnings += refuse_shared_names(order.resume, kept, requests)
+    warnings += resuming.refuse_shared_names(order.resume, kept, requests)
     prepared = Prepared(
         request=requests[0],
         suite=suite,
@@ -139,9 +147,6 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
 
 def make_request(order: Order) -> tuple[str, Request]:
     """Return the suite's name and the request, with settings for what the command line leaves open."""
-    from attnbench.config import load_settings
-    from attnbench.run.launch import Request
-
     choice, sampling = order.choice, order.sampling
     quick_budget = QUICK_BUDGET_S if order.quick else None
     settings = load_settings(
@@ -181,9 +186,7 @@ def make_request(order: Order) -> tuple[str, Request]:
 
 
 def _against(order: Order, request: Request) -> tuple[str, ...]:
-    from attnbench.run.resume import name_functions
-
-    names = name_functions(request)
+    names = resuming.name_functions(request)
     return tuple(names.get(one, one) for one in order.choice.against)
 
 
@@ -203,11 +206,8 @@ def _device_options(framework: str | None, device: str | None) -> list[str]:
 def _only_continues(order: Order, kept: Run) -> bool:
     """Return whether only the requests of the file are asked for again: its functions may be named again, and options
     that a file does not decide may be given. Raises UsageError for options that would need something to be added."""
-    from attnbench.registry import is_reference
-    from attnbench.run.resume import function_place, references
-
-    stored = {function_place(one) for one in references(kept)}
-    again = all(is_reference(one) and function_place(one) in stored for one in order.choice.impl)
+    stored = {resuming.function_place(one) for one in resuming.references(kept)}
+    again = all(is_reference(one) and resuming.function_place(one) in stored for one in order.choice.impl)
     how = {name: getattr(order.choice, name) for name in ("against", "framework", "device")}
     how |= vars(replace(order.sampling, trace=None, timeout=None))
     choice = replace(order.choice, impl=() if again else order.choice.impl, against=(), framework=None, device=None)
@@ -223,16 +223,6 @@ def _only_continues(order: Order, kept: Run) -> bool:
 
 def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     """Run, then print what is on disk; return the exit code, which says whether anything was measured."""
-    from attnbench.report.progress import make_listener
-    from attnbench.report.terminal import print_rankings
-    from attnbench.results.records import is_anchor, is_timed
-    from attnbench.results.run_file import read_run
-    from attnbench.results.sentences import answer
-    from attnbench.results.standings import Standings
-    from attnbench.run import launch as launcher
-    from attnbench.run.recorder import Recorder
-    from attnbench.run.resume import resume_command
-
     interrupted = False
     try:
         with make_listener(stderr_console(), quiet) as listener:
@@ -266,7 +256,7 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
         for line in (sentence, *explain_hints(records, prepared), os.path.relpath(path)):
             say(line)
     if interrupted:
-        resume = resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
+        resume = resuming.resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
         note(f"interrupted; {len(records)} records are kept. Continue with: {resume}")
         return INTERRUPTED
     return 0 if any(is_timed(r) and not is_anchor(r) for r in records) else NOTHING
@@ -274,9 +264,6 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
 
 def document(path: Path, records: Sequence[Record], sentence: str, standings: Standings) -> dict[str, Any]:
     """Return what `run --json` and `show --json` print."""
-    from attnbench.measuring.rates import host_limit
-    from attnbench.results.records import baseline
-
     ranking = {
         workload: [
             {
@@ -303,13 +290,43 @@ def document(path: Path, records: Sequence[Record], sentence: str, standings: St
     }
 
 
+def show(
+    run: Annotated[str, Parameter(help="A run file, a part of its name, or `latest`.")] = "latest",
+    /,
+    *,
+    detail: Annotated[Switch, Parameter(help="Every cell in full: percentiles, memory, errors, kernels.")] = False,
+    words: Words = "",
+    against: Annotated[
+        Names,
+        Parameter(help="Implementation that the others are compared with; by default that of the run."),
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
+    path = find_run(run)
+    found = read_run(path)
+    for warning in filter(None, (*found.warnings, resuming.describe_unreached(str(path), found))):
+        warn(warning)
+    records = [record for record in found.records if has_words(record, words)]
+    if not records:
+        raise UsageError(f'{path} holds no cell with "{words}" in its id.' if words else f"{path} holds no records.")
+    check_against(against, records)
+    standings = Standings([records], against or found.against)
+    sentence = answer(standings)
+    if json:
+        print_json({"header": found.header, **document(path, records, sentence, standings)})
+        return 0
+    console = stdout_console()
+    print_rankings(console, standings)
+    for record in records if detail else ():
+        print_cell(console, record)
+    console.print()
+    say(sentence)
+    return 0
+
+
 def list_cells(prepared: Prepared, json: bool) -> int:
     """Print every cell of `run --list`, with the reason if it would be skipped."""
-    from attnbench.report.progress import Silent
-    from attnbench.report.terminal import plain_table
-    from attnbench.results.records import label
-    from attnbench.run import launch as launcher
-
     listener = Silent(stderr_console())
     planned = {one.cell.id: one for request in prepared.requests for one in launcher.plan_only(request, listener)}
     rows: list[dict[str, Any]] = []
@@ -317,20 +334,14 @@ def list_cells(prepared: Prepared, json: bool) -> int:
         reason = "already in the run file" if one.cell.id in prepared.done else one.reason
         cell = {"implementation": label(one.cell), "workload": one.cell.workload.id}
         rows.append(cell | {"runs": reason is None, "reason": reason})
-    if json:
-        print_json(rows)
-        return 0
-    console = stdout_console()
-    console.print(plain_table([row | {"runs": "yes" if row["runs"] else "no"} for row in rows]), highlight=False)
-    running = sum(row["runs"] for row in rows)
-    console.print(f"{running} of {len(rows)} cells would run.", highlight=False)
+    print_rows(rows if json else [row | {"runs": "yes" if row["runs"] else "no"} for row in rows], json)
+    if not json:
+        stdout_console().print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells would run.", highlight=False)
     return 0
 
 
 def explain_hints(records: Sequence[Record], prepared: Prepared) -> list[str]:
     """Return a sentence for each implementation that is wrong: the command that shows where, or why none can."""
-    from attnbench.spec import ONLY_TIMED, Incorrect
-
     wrong: dict[str, list[Incorrect]] = {}
     for record in records:
         if isinstance(record, Incorrect):

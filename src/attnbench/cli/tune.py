@@ -7,25 +7,41 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from msgspec import structs
 
+from attnbench import registry
+from attnbench.choosing.candidates import CandidateRun, allowed
+from attnbench.choosing.choose import Chosen
+from attnbench.choosing.next_measurements import batch, proposals
+from attnbench.choosing.text import document
 from attnbench.cli.choose import Within, choose_from, describe_replaced, print_chosen, read_constraints, write
-from attnbench.cli.options import Flag, Json, Quiet, Sampling, Selection, ShapeOptions, Suite
+from attnbench.cli.options import (
+    INTERRUPTED,
+    NOTHING,
+    Json,
+    Quick,
+    Quiet,
+    RunsFolder,
+    Sampling,
+    Selection,
+    ShapeOptions,
+    Suite,
+)
 from attnbench.cli.output import note, print_json, stderr_console
 from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
+from attnbench.policy import Constraints
+from attnbench.policy.policy import label_of
+from attnbench.report.progress import make_listener
+from attnbench.results.run_file import read_run
+from attnbench.results.sentences import capped, counted
+from attnbench.run import launch as launcher
+from attnbench.run.recorder import Prepared, Recorder
+from attnbench.spec import Record, Workload
 
-if TYPE_CHECKING:
-    from attnbench.choosing.candidates import CandidateRun
-    from attnbench.choosing.choose import Chosen
-    from attnbench.policy import Constraints
-    from attnbench.run.recorder import Prepared
-    from attnbench.spec import Record, Workload
-
-NOTHING, INTERRUPTED = 3, 130
 SUITE = "tune"
 MOST_CONFIGS = 8
 """Largest number of configs of one implementation that are measured at one shape."""
@@ -44,12 +60,12 @@ def tune(
             help="The first workload is always measured, another only if it would end in time at the pace of the last."
         ),
     ] = 10.0,
-    quick: Annotated[bool, Flag, Parameter(help="Cap shapes and sampling time of the suite.")] = False,
+    quick: Quick = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
     choice: Selection = Selection(),  # noqa: B008
     sampling: Sampling = Sampling(),  # noqa: B008
     within: Within = Within(),  # noqa: B008
-    out: Annotated[Path | None, Parameter(help="Folder of run files.")] = None,
+    out: RunsFolder = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -59,28 +75,28 @@ def tune(
 
     Examples: `attnbench tune --seq-len 256 4096 --causal --minutes 5 -o policy.json`
     """
-    from attnbench.choosing.text import document
-
     if not (minutes > 0 and isfinite(minutes)):
         raise UsageError(f"--minutes must be more than 0 and finite, not {minutes:g}.")
     constraints = read_constraints(within)
     before = describe_replaced(output)
     order = Order(suite=suite, quick=quick, shape=shape, choice=choice, sampling=sampling, resume=None, out=out)
-    session = TuningSession(narrowed(prepare(order), constraints), TimeLeft(monotonic(), 60 * minutes), quiet or json)
-    chosen, end = session.carry_out(constraints, output)
+    session = TuningSession(narrowed(prepare(order), constraints), constraints, output, 60 * minutes, quiet or json)
+    chosen, end = session.carry_out()
     if chosen is None:
         note(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
         return INTERRUPTED if end == "interrupted" else NOTHING
     written = output if chosen.policy.entries else None
+    reached = {record.workload.id for source in session.sources for record in source.records}
+    left = [one.id for one in session.prepared.request.workloads if one.id not in reached]
     if json:
-        print_json(
-            document(chosen, written) | {"runs": session.paths, "end": end, "not_measured": session.not_measured}
-        )
+        print_json(document(chosen, written) | {"runs": session.paths, "end": end, "not_measured": left})
     else:
         print_chosen(chosen)
-        note(session.told(end))
-        if left := session.not_measured:
-            note(f"not measured: {', '.join(left[:MOST_NAMED])}" + _more(len(left) - MOST_NAMED, ""))
+        cells = sum(len(source.records) for source in session.sources)
+        spent = f"{session.elapsed / 60:.1f} of {minutes:g} minutes"
+        note(f"{counted(len(session.paths), 'round')}, {cells} records, {spent}: {end}.")
+        if left:
+            note(f"not measured: {', '.join(capped(left, MOST_NAMED))}")
         note(f"wrote {output}{before}" if written else "no policy was written: nothing could be chosen")
     return INTERRUPTED if end == "interrupted" else 0 if written else NOTHING
 
@@ -90,50 +106,33 @@ class TimeIsUp(Exception):
 
 
 @dataclass
-class TimeLeft:
-    """How much of the time is left; the last workload tells how long the next may take."""
-
-    started: float
-    seconds: float
-    last: float = 0.0
-
-    def tick(self) -> None:
-        """Note that a workload is over; raises TimeIsUp if the next would end too late."""
-        now = monotonic() - self.started
-        took, self.last = now - self.last, now
-        if now + took > self.seconds:
-            raise TimeIsUp
-
-
-@dataclass
 class TuningSession:
     """Rounds of measuring and choosing."""
 
     prepared: Prepared
-    clock: TimeLeft
+    constraints: Constraints
+    output: Path
+    seconds: float
     quiet: bool
 
     def __post_init__(self) -> None:
         self.sources: list[CandidateRun] = []
         self.paths: list[Path] = []
+        self.started, self.elapsed = monotonic(), 0.0
 
-    def carry_out(self, constraints: Constraints, output: Path) -> tuple[Chosen | None, str]:
+    def carry_out(self) -> tuple[Chosen | None, str]:
         """Measure and choose in rounds; return the last policy (None if nothing was measured) and why it ended."""
-        from attnbench.choosing.candidates import allowed
-        from attnbench.choosing.next_measurements import batch, proposals
 
         def allowed_variants(name: str, workload: Workload) -> list[str]:
-            return [label for label in variants(name, workload) if allowed(name, label, constraints)]
+            return [label for label in variants(name, workload) if allowed(name, label, self.constraints)]
 
-        asked = self.prepared.request
-        workloads, labels = asked.workloads, tuple(asked.implementations)
-        chosen: Chosen | None = None
+        workloads, labels = self.prepared.request.workloads, tuple(self.prepared.request.implementations)
         while True:
             end = self._round(workloads, labels)
             if not self.sources:
                 return None, end
-            chosen = choose_from(self.sources, constraints)
-            write(chosen, output)
+            chosen = choose_from(self.sources, self.constraints)
+            write(chosen, self.output)
             measured = {record.cell.id for source in self.sources for record in source.records}
             found = proposals(chosen, allowed_variants) if not end else []
             found = [one for one in found if any(f"{name}/{one.workload.id}" not in measured for name in one.labels)]
@@ -142,16 +141,11 @@ class TuningSession:
             following = batch(found)
             workloads, labels = tuple(one.workload for one in following), following[0].labels
             if not self.quiet:
-                note(f"round {len(self.paths) + 1}: {following[0].why}" + _more(len(following) - 1))
+                more = f", and {len(following) - 1} more like it" if len(following) > 1 else ""
+                note(f"round {len(self.paths) + 1}: {following[0].why}{more}")
 
     def _round(self, workloads: Sequence[Workload], labels: Sequence[str]) -> str:
         """Measure one round and keep its run; return what stopped it before its end, or an empty text."""
-        from attnbench.choosing.candidates import CandidateRun
-        from attnbench.report.progress import make_listener
-        from attnbench.results.run_file import read_run
-        from attnbench.run import launch as launcher
-        from attnbench.run.recorder import Recorder
-
         request = structs.replace(self.prepared.request, workloads=tuple(workloads), implementations=tuple(labels))
         end = ""
         with make_listener(stderr_console(), self.quiet) as listener:
@@ -159,7 +153,10 @@ class TuningSession:
 
             def sink(records: Sequence[Record]) -> None:
                 recorder(records)
-                self.clock.tick()
+                now = monotonic() - self.started
+                took, self.elapsed = now - self.elapsed, now
+                if now + took > self.seconds:  # the next workload may take as long as this one
+                    raise TimeIsUp
 
             try:
                 launcher.launch(request, sink, listener)
@@ -174,24 +171,9 @@ class TuningSession:
             self.sources.append(CandidateRun(recorder.writer.path.name, run.header.created, run.records, run.dates))
         return end
 
-    @property
-    def not_measured(self) -> list[str]:
-        """Ids of the shapes that were asked for and not reached."""
-        reached = {record.workload.id for source in self.sources for record in source.records}
-        return [one.id for one in self.prepared.request.workloads if one.id not in reached]
-
-    def told(self, end: str) -> str:
-        """Describe how the time was spent."""
-        minutes, cells = self.clock.last / 60, sum(len(source.records) for source in self.sources)
-        rounds = f"{len(self.paths)} round{'' if len(self.paths) == 1 else 's'}"
-        return f"{rounds}, {cells} records, {minutes:.1f} of {self.clock.seconds / 60:g} minutes: {end}."
-
 
 def narrowed(prepared: Prepared, constraints: Constraints) -> Prepared:
     """Leave out implementations that may not be chosen; refuse an --only that names none of those measured."""
-    from attnbench.choosing.candidates import allowed
-    from attnbench.policy import Constraints
-
     kept: dict[str, str] = {}
     for asked in prepared.request.implementations:
         called = str(prepared.names.get(asked, asked))
@@ -212,13 +194,6 @@ def _bare(label: str) -> str:
 
 def variants(name: str, workload: Workload) -> list[str]:
     """Return labels of the other configs of an implementation that may be asked for by name."""
-    from attnbench import registry
-    from attnbench.policy.policy import label_of
-
     implementation = registry.get(name)
     others = [dict(config) for config in implementation.configs(workload)[1 : MOST_CONFIGS + 1]]
     return [label_of(name, config) for config in others if config.keys() <= implementation.tunables.keys()]
-
-
-def _more(count: int, like: str = " like it") -> str:
-    return f", and {count} more{like}" if count > 0 else ""

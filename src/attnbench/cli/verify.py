@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.options import (
-    OWN_SHAPE,
-    Device,
-    Flag,
-    Json,
-    Many,
-    Quiet,
-    Selection,
-    ShapeOptions,
-    expand,
-    load_suite,
-    loadable_names,
-    select_workloads,
-)
+from attnbench import registry
+from attnbench.cli.inputs import expand, load_suite, loadable_names, of_framework, select_workloads
+from attnbench.cli.options import NOTHING, OWN_SHAPE, Device, Json, Names, Quiet, Selection, ShapeOptions, Switch
 from attnbench.cli.output import print_json, stderr_console, stdout_console
-from attnbench.errors import UnknownName, UsageError
-
-if TYPE_CHECKING:
-    from attnbench.spec import Record, Workload
+from attnbench.config import load_settings
+from attnbench.errors import UsageError
+from attnbench.report.progress import make_listener
+from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
+from attnbench.results.records import is_anchor
+from attnbench.run import launch as launcher
+from attnbench.spec import Record, Workload
+from attnbench.workloads.catalogue import step_edges
 
 SPREAD = (
     "b3-t61x127-h5-d32-causal-float32-forward",
@@ -55,18 +48,16 @@ BROKEN = {"incorrect", "failed", "timeout"}
 
 def verify(
     *,
-    impl: Annotated[
-        tuple[str, ...], Many, Parameter(help="Names, a framework, file.py:function; all when not given.")
-    ] = (),
+    impl: Annotated[Names, Parameter(help="Names, a framework, file.py:function; all when not given.")] = (),
     suite: Annotated[str | None, Parameter(help="Every workload of this suite; by default a spread of `edge`.")] = None,
-    quick: Annotated[bool, Flag, Parameter(help="Cap the shapes of the suite.")] = False,
+    quick: Annotated[Switch, Parameter(help="Cap the shapes of the suite.")] = False,
     shape: ShapeOptions = ShapeOptions(),  # noqa: B008 (frozen)
-    family: Annotated[tuple[str, ...], Many, Parameter(help="Only these families, such as sdpa or flex.")] = (),
+    family: Annotated[Names, Parameter(help="Only these families, such as sdpa or flex.")] = (),
     framework: Annotated[
         str | None, Parameter(help="Framework of bare functions; without --impl, only this framework is checked.")
     ] = None,
     device: Device = None,
-    explain: Annotated[bool, Flag, Parameter(help="Show where each wrong result is wrong.")] = False,
+    explain: Annotated[Switch, Parameter(help="Show where each wrong result is wrong.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -74,12 +65,6 @@ def verify(
 
     A bare function is checked as full attention unless the options say what it computes (`--causal --seq-len 128`).
     """
-    from attnbench.config import load_settings
-    from attnbench.report.progress import make_listener
-    from attnbench.report.terminal import count_statuses, print_verification, verification_verdict
-    from attnbench.results.records import is_anchor
-    from attnbench.run import launch as launcher
-
     settings = load_settings({"device": device, "framework": framework})
     names = _implementations(impl, family, settings.framework)
     request = launcher.Request(
@@ -102,7 +87,7 @@ def verify(
     else:
         print_verification(stdout_console(), records, explain)
     statuses = {record.status for record in records if not is_anchor(record)}
-    return 1 if statuses & BROKEN else 0 if "ok" in statuses else 3
+    return 1 if statuses & BROKEN else 0 if "ok" in statuses else NOTHING
 
 
 def _workloads(
@@ -114,9 +99,6 @@ def _workloads(
     names: tuple[str, ...],
 ) -> tuple[Workload, ...]:
     """Return the workloads asked for; by default a spread of `edge`, and small steps for the names that compute one."""
-    from attnbench import registry
-    from attnbench.workloads.catalogue import step_edges
-
     if suite is not None or shape != ShapeOptions():
         return select_workloads(suite, quick, shape, Selection())[1]
     asked = {registry.get(registry.asked(name)[0]).step for name in names if not registry.is_reference(name)}
@@ -129,14 +111,10 @@ def _workloads(
 
 
 def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: str | None) -> tuple[str, ...]:
-    from attnbench import registry
-
     known = registry.names()
     names = [name for one in impl for name in expand(one, known)]
     if not impl:
-        names = [name for name in loadable_names() if framework is None or name.startswith(f"{framework}.")]
-        if framework is not None and not names:
-            raise UnknownName("framework", framework, {name.partition(".")[0] for name in known}, "attnbench doctor")
+        names = of_framework(framework, loadable_names())
     if family:
         names = [name for name in names if families_of(name) & set(family)]
         if not names:
@@ -148,7 +126,5 @@ def _implementations(impl: tuple[str, ...], family: tuple[str, ...], framework: 
 
 def families_of(name: str) -> set[str]:
     """Return the families of a name: sdpa for torch.sdpa-flash; a step has two, multihead and dilated for example."""
-    from attnbench import registry
-
     first, *more = name.partition(".")[2].split("-")
     return {first, *more[:1]} if registry.get(name).step else {first}

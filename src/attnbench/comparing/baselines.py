@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.files import convert, decode_json, files_in, read_content, write_texts
+from attnbench.files import convert, decode_json, files_in, read_content, write_errors, write_texts
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
@@ -34,7 +34,6 @@ class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     schema: int
     created: str
-    """Time of the measurement."""
     commit: str = ""
     note: str = ""
     environment: Environment
@@ -51,19 +50,18 @@ class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def records(self) -> tuple[Ok, ...]:
-        """The cell and its anchors as a run file would hold them, with their environments."""
+        """Records of the cell and its anchors as a run file would hold them."""
         return tuple(
             msgspec.structs.replace(one, environment=one.environment or self.environment)
             for one in (self.record, *self.anchors)
         )
 
 
-class Saved(Struct, frozen=True):
-    """The result of `save` or `update`."""
+class Saved(NamedTuple):
+    """The baselines that were written, and (cell, reason) of every record that was not."""
 
     written: tuple[Baseline, ...]
     skipped: tuple[tuple[str, str], ...]
-    """Pairs (cell, reason), one for every record that was not written."""
 
 
 def save(
@@ -76,11 +74,9 @@ def save(
     sources: Mapping[str, str] | None = None,
     replace: bool = False,
 ) -> Saved:
-    """Write each timed record that has no baseline yet; an empty commit or time is the record's own or now.
-
-    `dates`: when the record of each cell was made, if not all were made at `created`. `sources`: file or module of the
-    functions that were given by reference, by their names. With `replace`, existing baselines are replaced.
-    """
+    """Write each timed record that has no baseline yet, with `replace` also over one; an empty commit or time is the
+    record's own or now. `dates`: when the record of each cell was made, if not all were made at `created`. `sources`:
+    file or module of the functions that were given by reference, by their names."""
     written: list[Baseline] = []
     skipped: list[tuple[str, str]] = []
     for record in records:
@@ -93,17 +89,13 @@ def save(
         made = msgspec.structs.replace(made, source=(sources or {}).get(record.implementation, ""))
         known = _existing(folder, made.environment, record.cell)
         if known is not None and not replace:
-            existing = _read_asked(known, made.environment, record.cell)
-            when = existing.commit or existing.created
-            why = f"already has a baseline ({when}): `attnbench baseline update` replaces it"
+            old = _read_asked(known, made.environment, record.cell)
+            why = f"already has a baseline ({old.commit or old.created}): `attnbench baseline update` replaces it"
             skipped.append((record.cell.id, why))
             continue
         path = known or _path(folder, made.environment, record.cell)
-        try:  # indented, so that a change can be reviewed
+        with write_errors(path, "Choose another folder with --dir."):  # indented, so that a change can be reviewed
             write_texts({path: msgspec.json.format(msgspec.json.encode(made), indent=1).decode() + "\n"})
-        except OSError as error:
-            why = error.strerror or error
-            raise UsageError(f"cannot write {path}: {why}. Choose another folder with --dir.") from error
         written.append(made)
     return Saved(tuple(written), tuple(skipped))
 
@@ -128,16 +120,16 @@ def find(
 def why_missing(folder: Path, environment: Environment | None, implementation: str, workload: Workload) -> str:
     """Return a sentence about a missing baseline, with the commands that make one."""
     cell = f"{implementation}/{workload.id}"
-    others = [one for one in list_baselines(folder) if one.record.cell.id == cell]
+    others = [one.environment for one in list_baselines(folder) if one.record.cell.id == cell]
     make = f"make one with `attnbench run --impl {implementation}` at this shape, then `attnbench baseline save latest`"
     if not others:
         return f"there is no baseline for {cell} in {folder}: {make}."
-    differing = [] if environment is None else environment.differing(others[-1].environment)
+    differing = [] if environment is None else environment.differing(others[-1])
+    why = "comes from another machine" + (f" ({', '.join(differing)} differ)" if differing else "")
     if environment is not None and differing == ["harness"]:
-        old, new = others[-1].environment.harness or "an unknown version", environment.harness or "an unknown version"
-        return f"the baseline for {cell} in {folder} was measured by attnbench {old}, the run by {new}: {make}."
-    facts = f" ({', '.join(differing)} differ)" if differing else ""
-    return f"the baseline for {cell} in {folder} comes from another machine{facts}: {make}."
+        old, new = (one.harness or "an unknown version" for one in (others[-1], environment))
+        why = f"was measured by attnbench {old}, the run by {new}"
+    return f"the baseline for {cell} in {folder} {why}: {make}."
 
 
 def list_baselines(folder: Path) -> list[Baseline]:
@@ -204,10 +196,10 @@ def _baseline(record: Record, records: Sequence[Record], commit: str, note: str,
 
 def _trimmed(record: Ok, home: Environment) -> Ok:
     """Return the record with one time per round, and without its environment if that is the file's own."""
-    times: dict[str, Any] = {"also": {name: _one_per_round(time) for name, time in record.also.items()}}
-    times["time"] = None if record.time is None else _one_per_round(record.time)
+    also = {name: _one_per_round(time) for name, time in record.also.items()}
     environment = None if record.environment == home else record.environment
-    return msgspec.structs.replace(record, environment=environment, **times)
+    time = record.time and _one_per_round(record.time)
+    return msgspec.structs.replace(record, environment=environment, time=time, also=also)
 
 
 def _one_per_round(time: Time) -> Time:

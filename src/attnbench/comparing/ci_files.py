@@ -15,9 +15,10 @@ from attnbench.comparing.gate_text import control_text, figures, markdown, order
 from attnbench.comparing.text import sentence
 from attnbench.comparison import FAILING, OPEN, Case, Control, GateReport
 from attnbench.errors import UsageError
-from attnbench.files import write_texts
+from attnbench.files import write_errors, write_texts
 from attnbench.printable import printable, shortened
 from attnbench.results.records import label
+from attnbench.results.sentences import capped
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
 FILES = ("gate.json", "gate.md", "gate.xml")
@@ -44,10 +45,8 @@ def remove_files(folder: Path) -> None:
 
 
 def write_ci(report: GateReport, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate.
-
-    Annotations go to stderr, which GitHub reads as well, so that `--json` keeps stdout to itself.
-    """
+    """Write gate.json, gate.md and gate.xml; on GitHub, add to the job's summary and annotate. Annotations go to
+    stderr, which GitHub reads as well, so that `--json` keeps stdout to itself."""
     page = write_files(report, folder)
     if summary := environ.get("GITHUB_STEP_SUMMARY"):
         try:
@@ -64,19 +63,14 @@ def write_files(report: GateReport, folder: Path) -> str:
     """Write all three files or none, and return the Markdown."""
     page = markdown(report)
     texts = (msgspec.json.format(msgspec.json.encode(report), indent=2).decode(), page, junit(report))
-    try:
+    with write_errors(f"to {folder}", "Give --ci another folder."):
         write_texts({folder / name: text for name, text in zip(FILES, texts)})
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --ci another folder.") from error
     return page
 
 
 def workflow_commands(report: GateReport) -> list[str]:
-    """Return the annotations of a gate: errors, warnings for open cases and notices for improvements.
-
-    They are GitHub workflow commands, lines in the log. If there are too many, the last one gives the number of the
-    rest.
-    """
+    """Return the annotations of a gate, lines that GitHub reads in the log: errors, warnings for open cases and notices
+    for improvements."""
     found: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     warnings = list(report.warnings)
     if report.outcome == "nothing" or (report.outcome == "untrusted" and not warnings):
@@ -93,10 +87,7 @@ def workflow_commands(report: GateReport) -> list[str]:
 
 def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
     """Return an error per reason for wrong results, and a warning per reason for what crashed, hung or ran out of
-    memory.
-
-    A refused case is not annotated. `place` names where the records were measured, if there are several places.
-    """
+    memory. `place` names where the records were measured, if there are several places."""
     found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
     for record in records:
         if not isinstance(record, Ok | Unsupported):
@@ -114,10 +105,9 @@ def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
 
 
 def _capped(kind: str, lines: list[str], what: str, source: str) -> list[str]:
-    if len(lines) <= MOST_ANNOTATIONS:
-        return lines
-    more = len(lines) - (MOST_ANNOTATIONS - 1)
-    return [*lines[: MOST_ANNOTATIONS - 1], command(kind, f"attnbench {what}", f"{more} more: see {source}")]
+    """Return at most ten lines, of which the last one gives the number of the rest if there are more."""
+    more = command(kind, f"attnbench {what}", f"{{}} more: see {source}")
+    return lines if len(lines) <= MOST_ANNOTATIONS else capped(lines, MOST_ANNOTATIONS - 1, more)
 
 
 def command(kind: str, title: str, message: str) -> str:
@@ -141,7 +131,7 @@ def junit(report: GateReport) -> str:
         controls.append(missing)
     suites = [_suite("attnbench.gate", list(map(_case, report.cases))), _suite("attnbench.controls", controls)]
     totals = {name: str(sum(int(suite.attrib[name]) for suite in suites)) for name in ("tests", *COUNTS)}
-    root = ET.Element("testsuites", {"name": "attnbench", **totals, "time": _seconds(report.elapsed_s)})
+    root = ET.Element("testsuites", {"name": "attnbench", **totals, "time": f"{report.elapsed_s:.3f}"})
     root.extend(suites)
     ET.indent(root)
     return ET.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
@@ -149,8 +139,8 @@ def junit(report: GateReport) -> str:
 
 def _suite(name: str, cases: Sequence[ET.Element]) -> ET.Element:
     counts = {plural: str(sum(case.find(tag) is not None for case in cases)) for plural, tag in COUNTS.items()}
-    time = _seconds(sum(float(case.attrib["time"]) for case in cases))
-    suite = ET.Element("testsuite", {"name": name, "tests": str(len(cases)), **counts, "time": time})
+    time = sum(float(case.attrib["time"]) for case in cases)
+    suite = ET.Element("testsuite", {"name": name, "tests": str(len(cases)), **counts, "time": f"{time:.3f}"})
     suite.extend(cases)
     return suite
 
@@ -158,7 +148,7 @@ def _suite(name: str, cases: Sequence[ET.Element]) -> ET.Element:
 def _case(case: Case) -> ET.Element:
     spent = sum(comparison.elapsed_s for comparison in (case.first, case.second) if comparison is not None)
     element = _testcase(case.implementation, case.workload.id, spent)
-    message = ". ".join(part for part in (f"{word(case)} {figures(case)}".strip(), remark(case)) if part)
+    message = ". ".join(filter(None, (f"{word(case)} {figures(case)}".strip(), remark(case))))
     if case.status in FAILING:
         _add(element, "failure", message, case.status)
     elif case.status not in ("pass", "improved"):
@@ -177,7 +167,7 @@ def _control(control: Control) -> ET.Element:
 
 
 def _testcase(classname: str, name: str, seconds: float) -> ET.Element:
-    return ET.Element("testcase", classname=_legal(classname), name=_legal(name), time=_seconds(seconds))
+    return ET.Element("testcase", classname=_legal(classname), name=_legal(name), time=f"{seconds:.3f}")
 
 
 def _add(element: ET.Element, tag: str, message: str, kind: str) -> None:
@@ -186,7 +176,3 @@ def _add(element: ET.Element, tag: str, message: str, kind: str) -> None:
 
 def _legal(text: str) -> str:
     return NOT_IN_XML.sub("", text)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f}"

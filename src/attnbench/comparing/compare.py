@@ -51,11 +51,8 @@ def compare(
     watch: Watch | None = None,
 ) -> Comparison:
     """Compare b with a: `.ratio` is time of b / time of a (wall time, or device time on an accelerator), `.verdict` is
-    b's.
-
-    Every launch starts a fresh process of each side, checks both against the reference and times them in turn. The
-    comparison ends as soon as the evidence is enough, at the latest after `budget_s`.
-    """
+    b's. Every launch starts a fresh process of each side, checks both against the reference and times them in turn,
+    until the evidence is enough, at the latest until `budget_s` is over."""
     check(workload, budget_s)
     if not 0 <= floor < 1:
         raise UsageError(f"floor must be a fraction such as 0.03, not {floor!r}.")
@@ -66,13 +63,13 @@ def compare(
     except CannotSend:
         codes = None
     with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
-        if threads is None and codes is not None:
-            threads, told = threads_left(device)
-            notes += [told] * bool(told)
-        both = _local_sides((a, b), framework, device) if codes is None else sides(codes, device, threads)
-        with both as (first, second):
-            found = Experiment(first, second, terms, watch).run()
-    return msgspec.structs.replace(found, notes=(*found.notes, *([IN_PROCESS] if codes is None else ()), *notes))
+        if codes is None:
+            notes.insert(0, IN_PROCESS)
+            with _local_sides((a, b), framework, device) as (first, second):
+                found = Experiment(first, second, terms, watch).run()
+        else:
+            found = _compare_codes(codes, device, threads, terms, watch, notes)
+    return msgspec.structs.replace(found, notes=(*found.notes, *notes))
 
 
 def compare_refs(
@@ -93,13 +90,9 @@ def compare_refs(
     if same := same_code(baseline, current, folder or Path.cwd()):
         raise UsageError(f"{same}: name two refs that differ.")
     with measuring("comparison", LIBRARY_PATIENCE_S) as lock, refs(baseline, current, folder) as (old, new):
-        if threads is None:
-            threads, told = threads_left(device)
-            lock += [told] * bool(told)
         codes = [code_of_ref(implementation, ref, folder, framework) for ref in (old, new)]
-        with sides(codes, device, threads) as (first, second):
-            terms = Terms(workload=workload, budget_s=budget_s, confirm=True)
-            found = Experiment(first, second, terms, watch).run()
+        terms = Terms(workload=workload, budget_s=budget_s, confirm=True)
+        found = _compare_codes(codes, device, threads, terms, watch, lock)
         if doubts := [*altered_notes(old, new), *harness_notes(old, new)]:
             # The verified code and the timed code may differ, or the clocks of the two refs may.
             found = msgspec.structs.replace(found, verdict=found.verdict and "inconclusive")
@@ -108,6 +101,17 @@ def compare_refs(
     ]
     notes = (*lock, *old.notes, *new.notes, *dirty, *doubts, *found.notes)
     return msgspec.structs.replace(found, dirty_a=old.dirty, dirty_b=new.dirty, notes=notes)
+
+
+def _compare_codes(
+    codes: Sequence[Code], device: str | None, threads: int | None, terms: Terms, watch: Watch | None, notes: list[str]
+) -> Comparison:
+    """Compare two sides in processes of their own; adds a note if other programs leave fewer threads than cores."""
+    if threads is None:
+        threads, told = threads_left(device)
+        notes += [told] * bool(told)
+    with sides(codes, device, threads) as (first, second):
+        return Experiment(first, second, terms, watch).run()
 
 
 def altered_notes(*refs: Ref) -> list[str]:
@@ -148,10 +152,7 @@ def refs(
     baseline: str, current: str, folder: Path | None = None, outputs: Sequence[Path] = ()
 ) -> Iterator[tuple[Ref, Ref]]:
     """Check out both refs and build them as `[tool.attnbench]` says; raises UsageError if a build touched the other
-    ref.
-
-    `outputs` are files that the caller writes during the comparison.
-    """
+    ref. `outputs` are files that the caller writes during the comparison."""
     here = folder or Path.cwd()
     settings = config.load_settings(cwd=here)
     with ExitStack() as stack:
@@ -170,11 +171,8 @@ def refs(
 
 
 def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
-    """Return a working tree with the generated files, ignored by git, that no other worktree can have.
-
-    With a build command both refs were built in the same way, so a file that only one of them has is a difference of
-    the code.
-    """
+    """Return a working tree with the generated files, ignored by git, that no other worktree can have. With a build
+    command both refs were built in the same way, so a file that only one of them has is a difference of the code."""
     if ref.name not in WORKING_TREE or other.name in WORKING_TREE:
         return ref
     alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
@@ -213,11 +211,9 @@ def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, frame
 
 
 def _in_tree(file: str, inner: Path, ref: Ref, home: Path) -> str:
-    """Return the path, from the root of a repository, of a file that was named in the folder `inner` of it.
-
-    The file is the one that a shell would open if there is such a file, else the one from the root; raises UsageError
-    if both are there and differ.
-    """
+    """Return the path, from the root of a repository, of a file that was named in the folder `inner` of it. The file is
+    the one that a shell would open if there is such a file, else the one from the root; raises UsageError if both are
+    there and differ."""
     from_here = os.path.normpath(inner / file)
     if inner == Path() or os.path.isabs(file) or from_here.startswith(".."):
         return file

@@ -46,10 +46,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     seed: int | None = None
     confirm: bool = False
-    """Whether slower and faster must show again in as many launches of newly started processes.
-
-    All forks of one process share the layout of its libraries in memory, and new processes draw that anew.
-    """
+    """Whether slower and faster must show again in as many launches of newly started processes. All forks of one
+    process share the layout of its libraries in memory, and new processes draw that anew."""
 
 
 class Experiment:
@@ -118,7 +116,8 @@ class Experiment:
         spent = time.monotonic() - self._opened_at if self._kept and self._opened_at is not None else elapsed
         each = spent / len(self._launches)
         last = len(self._launches) >= self._terms.looks[-1] or elapsed + each > self._terms.budget_s
-        metrics = _metrics(self._launches[0])
+        # Only the metrics that both sides have, since they may run on different kinds of devices.
+        metrics = tuple(name for name in self._launches[0].a[0].ns if name in self._launches[0].b[0].ns)
         return decide(self._launches, metrics, floor=self._terms.floor, looks=self._terms.looks, last=last)
 
     def _launch(self) -> Launch:
@@ -140,10 +139,8 @@ class Experiment:
         return Launch(a=tuple(a), b=tuple(b), first=order[0])
 
     def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
-        """Open both sides even if the first is lost, since the report also says whether the second is right.
-
-        On an accelerator both open at once, since the host's work is what takes the time.
-        """
+        """Open both sides even if the first is lost, since the report also says whether the second is right. On an
+        accelerator both open at once, since the host's work is what takes the time."""
 
         def describe(side: str) -> None:
             self._devices[side] = workers[side].describe()
@@ -227,19 +224,19 @@ class Experiment:
         pair: dict[str, Block] = {}
         for _ in range(1 + MOST_REPEATS):
             pair = {side: workers[side].block(calls) for side in order}
-            if _equal_clocks(pair["a"], pair["b"]):
+            a, b = pair["a"], pair["b"]
+            apart = 0.0 if a.sm_mhz is None or b.sm_mhz is None else abs(a.sm_mhz / b.sm_mhz - 1)
+            if apart <= CLOCKS_APART and not (a.throttled or b.throttled):
                 return pair
         self._unequal += 1
         return pair
 
-    def _clock_notes(self) -> tuple[str, ...]:
-        if not self._unequal:
-            return ()
-        pairs = sum(len(launch.a) for launch in self._launches)
-        return (f"the GPU's clock was unsteady or held down in {self._unequal} of {pairs} pairs, even when repeated",)
-
     def _answer(self, decision: Decision | None, reason: str, elapsed: float) -> Comparison:
         codes = {side: live.code for side, live in self._sides.items()}
+        notes = [] if decision is None else [*decision.notes]
+        if self._unequal:
+            times = f"{self._unequal} of {sum(len(launch.a) for launch in self._launches)} pairs"
+            notes.append(f"the GPU's clock was unsteady or held down in {times}, even when repeated")
         estimates = {} if decision is None else decision.estimates
         main = estimates[published(tuple(estimates))] if estimates else None
         return Comparison(
@@ -261,24 +258,13 @@ class Experiment:
             commit_a=codes["a"].commit,
             commit_b=codes["b"].commit,
             floor=self._terms.floor,
-            notes=(*(() if decision is None else decision.notes), *self._clock_notes()),
+            notes=tuple(notes),
         )
 
 
 def _end(workers: dict[str, SideWorker]) -> None:
     for worker in workers.values():
         worker.end()
-
-
-def _equal_clocks(a: Block, b: Block) -> bool:
-    if a.throttled or b.throttled:
-        return False
-    return a.sm_mhz is None or b.sm_mhz is None or abs(a.sm_mhz / b.sm_mhz - 1) <= CLOCKS_APART
-
-
-def _metrics(launch: Launch) -> tuple[str, ...]:
-    """Return the metrics that both sides have, since they may run on different kinds of devices."""
-    return tuple(name for name in launch.a[0].ns if name in launch.b[0].ns)
 
 
 def _calls(a: SideWorker, b: SideWorker) -> int:

@@ -84,15 +84,14 @@ def gate_refs(order: GateOrder, watch: ExperimentProgress) -> GateReport:
         order.on_progress(report)
         return report
     with machine_lock(), refs(order.baseline, order.current, order.folder, order.outputs) as (old, new):
-        gate = _Gate(order, old, new, watch)
+        gate, interrupted = _Gate(order, old, new, watch), False
         try:
             gate.measure()
         except KeyboardInterrupt:
             if not gate.finished:
                 raise
-            report = gate.report(interrupted=True)
-        else:
-            report = gate.report(interrupted=False)
+            interrupted = True
+        report = gate.report(interrupted)
         order.on_progress(report)
     return report
 
@@ -101,9 +100,9 @@ class _Gate:
     def __init__(self, order: GateOrder, old: Ref, new: Ref, watch: ExperimentProgress) -> None:
         self._order, self._old, self._new, self._watch = order, old, new, watch
         self._started = time.monotonic()
+        self._harness = harness_notes(old, new)
         self._notes: list[str] = []
         self._altered: list[str] = []
-        self._harness = harness_notes(old, new)
         self.finished: list[Case] = []
         self._controls_done: list[Control] = []
 
@@ -125,12 +124,13 @@ class _Gate:
     def report(self, interrupted: bool) -> GateReport:
         """Report the cases and controls that are finished."""
         order, old, new, controls = self._order, self._old, self._new, self._controls_done
-        cases = _with_culprit(confirm(self.finished), old, new, order.folder)
+        cases = confirm(self.finished)
         if self._harness:
             cases = [_as_inconclusive(case) for case in cases]
+        cases, hints = _with_culprit(cases, old, new, order.folder)
         judgement = judge(cases, controls, order.on_inconclusive)
         outcome = judgement.outcome
-        notes = [*old.notes, *new.notes, *_search_hint(cases, old, new), *self._notes, *self._altered, *self._harness]
+        notes = [*old.notes, *new.notes, *hints, *self._notes, *self._altered, *self._harness]
         if interrupted:
             wanted = len(order.implementations) * len(order.workloads)
             before = "before the controls" if len(controls) < len(CONTROLS) else "after the controls"
@@ -158,23 +158,17 @@ class _Gate:
         """Yield two controls, A/A and 5 % more real work, of the first implementation of the baseline that can be
         timed."""
         for name in self._order.implementations:
-            try:
-                with self._sides(name, self._old, self._old) as (first, second):
-                    for work, more in _control_workloads(first, self._order.workloads[0]):
-                        terms = Terms(workload=work, budget_s=self._order.budget_s)
-                        same = self._compare(first, second, terms, "control A/A")
-                        if same.verdict is not None:
-                            yield from self._controls(first, second, same, more)
-                            return
-            except (_CannotLoad, NotInRef):
-                continue
-
-    def _controls(self, first: Side, second: Side, same: Comparison, more: Workload | None) -> Iterator[Control]:
-        yield Control(name="a/a", passed=same.verdict == "same", comparison=same)
-        if more is not None:
-            terms = Terms(workload=same.workload, other=more, budget_s=self._order.budget_s)
-            slower = self._compare(first, second, terms, "control +5 %")
-            yield Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)
+            with suppress(_CannotLoad, NotInRef), self._sides(name, self._old, self._old) as (first, second):
+                for work, more in _control_workloads(first, self._order.workloads[0]):
+                    terms = Terms(workload=work, budget_s=self._order.budget_s)
+                    same = self._compare(first, second, terms, "control A/A")
+                    if same.verdict is None:
+                        continue
+                    yield Control(name="a/a", passed=same.verdict == "same", comparison=same)
+                    if more is not None:
+                        slower = self._compare(first, second, replace(terms, other=more), "control +5 %")
+                        yield Control(name="+5 %", passed=slower.verdict == "slower", comparison=slower)
+                    return
 
     def _cases_of(self, name: str) -> Iterator[Case]:
         """Yield the cases of one implementation as they are finished; its two processes are started once."""
@@ -190,10 +184,8 @@ class _Gate:
                 yield self._case_not_loaded(name, workload, problem)
 
     def _without_baseline(self, name: str, problem: _CannotLoad) -> Iterator[Case]:
-        """Yield the cases of an implementation that the baseline lacks or cannot load.
-
-        The current ref's results must still be right. If neither ref can be loaded, the cases stay open.
-        """
+        """Yield the cases of an implementation that the baseline lacks or cannot load. The current ref's results must
+        still be right. If neither ref can be loaded, the cases stay open."""
         try:
             with self._sides(name, self._new) as (side,):
                 for workload in self._order.workloads:
@@ -231,10 +223,10 @@ class _Gate:
         """Compare, and compare again in new processes if a side was lost: on a shared machine a crash, a hang or
         missing memory may be another process's doing, whichever side it hits."""
         comparison = self._compare(first, second, terms, title)
-        if not any(isinstance(r, Failed | Timeout | OutOfMemory) for r in (comparison.record_a, comparison.record_b)):
-            return comparison
-        _restart(first, second)
-        return self._compare(first, second, terms, f"{title}, once more")
+        if any(isinstance(one, Failed | Timeout | OutOfMemory) for one in (comparison.record_a, comparison.record_b)):
+            _restart(first, second)
+            return self._compare(first, second, terms, f"{title}, once more")
+        return comparison
 
     def _compare(self, first: Side, second: Side, terms: Terms, title: str) -> Comparison:
         self._watch.begin(title)
@@ -318,11 +310,8 @@ def _any_timed(cases: Sequence[Case]) -> bool:
 
 
 def _control_workloads(side: Side, own: Workload) -> list[tuple[Workload, Workload | None]]:
-    """Return pairs of a workload and one with 5 % more sequences; the first that the kernel supports is the control.
-
-    The usual pair is large enough for the device that the workers run on. Kernels that do not support it are controlled
-    by their own workload, with 5 % more sequences if possible.
-    """
+    """Return pairs of a workload and one with 5 % more sequences, of which the first that the kernel supports is the
+    control: one large enough for the device of the workers, or else the kernel's own."""
     try:
         worker = side.start_worker(0)
         answer = worker.ask(p.Describe([]), 120.0)
@@ -341,23 +330,16 @@ def _ref_text(ref: Ref) -> str:
     return f"{ref.name} ({ref.commit[:9]}{', uncommitted changes' if ref.dirty else ''})" if ref.commit else ref.name
 
 
-def _search_hint(cases: Sequence[Case], old: Ref, new: Ref) -> list[str]:
-    slow = [case for case in cases if case.status == "regression" and not case.culprit]
+def _with_culprit(cases: list[Case], old: Ref, new: Ref, folder: Path) -> tuple[list[Case], list[str]]:
+    """Name the commit of each regression if a single one lies between the refs; else return how to find it."""
+    slow = [case for case in cases if case.status == "regression"]
     if not slow or not old.commit or not new.commit or new.dirty:
-        return []
-    command = f"attnbench bisect {slow[0].implementation} --good {old.commit[:9]} --bad {new.commit[:9]}"
-    return [f"several commits lie between the refs: `{command}` with the shape of the case finds the slow one"]
-
-
-def _with_culprit(cases: Sequence[Case], old: Ref, new: Ref, folder: Path) -> list[Case]:
-    """Name the commit of each regression, if a single one lies between the refs."""
-    if not old.commit or not new.commit or new.dirty or not any(case.status == "regression" for case in cases):
-        return list(cases)
-    try:
+        return cases, []
+    with suppress(UsageError):  # a shallow clone, say: who did it is a hint, and must not cost the verdict
         between = commits_between(old.commit, new.commit, folder)
-        if len(between) != 1 or merge_base(old.commit, new.commit, folder) != old.commit:
-            return list(cases)
-    except UsageError:  # a shallow clone, say: who did it is a hint, and must not cost the verdict
-        return list(cases)
-    sha, subject = between[0]
-    return [replace(case, culprit=f'{sha[:9]} "{subject}"') if case.status == "regression" else case for case in cases]
+        if len(between) == 1 and merge_base(old.commit, new.commit, folder) == old.commit:
+            culprit = f'{between[0][0][:9]} "{between[0][1]}"'
+            return [replace(case, culprit=culprit) if case.status == "regression" else case for case in cases], []
+    command = f"attnbench bisect {slow[0].implementation} --good {old.commit[:9]} --bad {new.commit[:9]}"
+    hint = f"several commits lie between the refs: `{command}` with the shape of the case finds the slow one"
+    return cases, [hint]

@@ -15,17 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.comparing.statistics import CONTRADICTION
+from attnbench.comparing.statistics import CONTRADICTION, launches_text
 from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, Comparison, Control, Outcome
 from attnbench.errors import BrokenFile
 from attnbench.files import convert, line_of, lines_of, read_toml
 from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
+from attnbench.results.sentences import counted
 from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
 Floors = Callable[[str, str], float]
@@ -52,7 +53,7 @@ UNMEASURED: dict[CaseStatus, str] = {
 
 
 class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of the file; both names are patterns as in a shell."""
+    """An entry of the file; both names are patterns as in a shell."""
 
     floor: float
     reason: str
@@ -67,17 +68,16 @@ class Threshold(Struct, frozen=True, forbid_unknown_fields=True):
         if not self.reason.strip():
             raise ValueError("reason is empty: say why this case needs a higher floor")
 
-    def covers(self, implementation: str, workload: str) -> bool:
-        """Return whether the entry applies to a case."""
-        return fnmatchcase(implementation, self.implementation) and fnmatchcase(workload, self.workload)
-
 
 def load_thresholds(path: Path | str | None) -> Floors:
     """Return the floor of each case: the highest of the entries that cover it, else the usual one."""
     entries = [] if path is None else read_thresholds(Path(path))
-    return lambda implementation, workload: max(
-        [FLOOR, *(entry.floor for entry in entries if entry.covers(implementation, workload))]
-    )
+
+    def floor(implementation: str, workload: str) -> float:
+        names = [one for one in entries if fnmatchcase(implementation, one.implementation)]
+        return max([FLOOR, *(one.floor for one in names if fnmatchcase(workload, one.workload))])
+
+    return floor
 
 
 def read_thresholds(path: Path) -> list[Threshold]:
@@ -105,10 +105,8 @@ def read_thresholds(path: Path) -> list[Threshold]:
 def case_of(
     implementation: str, workload: Workload, first: Comparison | None, second: Comparison | None = None
 ) -> Case:
-    """Return a case with its status by both stages: numbers decide first, then memory, then time.
-
-    `confirm` corrects regressions for the number of cases afterwards.
-    """
+    """Return a case with its status by both stages: numbers decide first, then memory, then time. `confirm` corrects
+    regressions for the number of cases afterwards."""
     stages = [stage for stage in (first, second) if stage is not None]
     status, reason = _by_numbers(stages) or _by_time(first, second)
     peaks = _peaks(stages[-1]) if stages else (None, None)
@@ -176,7 +174,7 @@ def _open_reason(comparison: Comparison) -> str:
     count = len(comparison.launches)
     too_wide = "too few for a verdict, raise --budget" if count else TOO_WIDE
     why = comparison.reason or (f"could have seen {seen:.1%}" if seen <= 1 else too_wide)
-    return f"after {count} launch{'' if count == 1 else 'es'}: {why}" if count else why
+    return f"after {launches_text(count)}: {why}" if count else why
 
 
 def _ratio_text(comparison: Comparison) -> str:
@@ -198,11 +196,11 @@ def grew(comparison: Comparison) -> bool:
     return a is not None and b is not None and b > LEAST_DIFFERENCE * a and b - a > LEAST_BYTES
 
 
-class Judgement(Struct, frozen=True, kw_only=True):
+class Judgement(NamedTuple):
     """Outcome of a gate, with warnings."""
 
     outcome: Outcome
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -233,7 +231,7 @@ def with_holm(cases: Sequence[Case], p_values: Mapping[int, float]) -> list[Case
         if case.status == "regression" and p > ALPHA:
             stages = [stage for stage in (case.first, case.second) if stage is not None]
             status = "memory" if stages and all(map(grew, stages)) else "inconclusive"
-            doubt = f"may be due to chance among {_count_text(len(p_values))} (p {p:.2g} after Holm)"
+            doubt = f"may be due to chance among {counted(len(p_values), 'case')} (p {p:.2g} after Holm)"
             judged[place] = replace(case, status=status, reason=f"{case.reason}, but {doubt}")
     return judged
 
@@ -256,10 +254,17 @@ def judge(
     elif still_open or (controls and all(control.silent for control in controls)):
         outcome = on_inconclusive
     counts = Counter(case.status for case in cases)
-    warnings = _control_warnings(controls)
-    warnings += [f"{_count_text(counts[status])} {what}" for status, what in UNMEASURED.items() if counts[status]]
+    if controls and all(control.silent for control in controls):
+        warnings = [SILENT_CONTROLS]
+    else:
+        warnings = [
+            CONTROL_FAILED[one.name].format(one.comparison.verdict or one.comparison.reason or "not measured")
+            for one in controls
+            if not one.passed and not (one.silent and one.name == "a/a")
+        ]
+    warnings += [f"{counted(counts[status], 'case')} {what}" for status, what in UNMEASURED.items() if counts[status]]
     if still_open and on_inconclusive == "pass":
-        warnings.append(f"{_count_text(still_open)} inconclusive, counted as passed because that was asked for")
+        warnings.append(f"{counted(still_open, 'case')} inconclusive, counted as passed because that was asked for")
     return Judgement(outcome=outcome, warnings=tuple(warnings))
 
 
@@ -275,17 +280,3 @@ def geomean(cases: Sequence[Case]) -> tuple[float, float, float] | None:
         return None
     mean = geometric_mean(ratios)
     return mean.value, mean.low, mean.high
-
-
-def _control_warnings(controls: Sequence[Control]) -> list[str]:
-    if controls and all(control.silent for control in controls):
-        return [SILENT_CONTROLS]
-    return [
-        CONTROL_FAILED[control.name].format(control.comparison.verdict or control.comparison.reason or "not measured")
-        for control in controls
-        if not control.passed and not (control.silent and control.name == "a/a")
-    ]
-
-
-def _count_text(count: int) -> str:
-    return f"{count} case{'' if count == 1 else 's'}"

@@ -20,7 +20,7 @@ from attnbench.comparison import ALPHA, EXIT_CODES, FAILING, Case, CaseStatus, C
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.environment import environment_line
-from attnbench.spec import Environment
+from attnbench.results.sentences import counted
 
 ORDER: tuple[CaseStatus, ...] = (
     "regression", "wrong", "memory", "missing", "inconclusive", "no_baseline", "not_measured", "improved", "pass",
@@ -32,13 +32,9 @@ COUNTED = {
     "regression": ("regression", "regressions"),
     "wrong": ("wrong or broken", "wrong or broken"),
     "memory": ("case needs more memory", "cases need more memory"),
-    "missing": ("missing", "missing"),
-    "inconclusive": ("inconclusive", "inconclusive"),
     "no_baseline": ("without a baseline", "without a baseline"),
-    "not_measured": ("not measured", "not measured"),
-    "improved": ("improved", "improved"),
 }
-"""Words for one case and for several of a status, the worst status first."""
+"""Words for one case and for several of a status that is not its own word."""
 MARKER = "<!-- attnbench-gate -->"
 """First line of a comment, by which a later job finds and updates it instead of adding another."""
 LIMIT = 65_000
@@ -64,7 +60,8 @@ def print_gate(console: Console, report: GateReport) -> None:
         _say(console, f"  not measured: {', '.join(map(shortened, names))} ({shortened(reason)})")
     for warning in report.warnings:
         _say(console, f"warning: {shortened(one_line(warning))}")
-    _say(console, f"{closing(report)} exit {EXIT_CODES[report.outcome]}")
+    sentences = ". ".join(filter(None, (verdict(report), geomean_text(report))))
+    _say(console, f"{sentences}. exit {EXIT_CODES[report.outcome]}")
 
 
 def _say(console: Console, text: str) -> None:
@@ -156,33 +153,29 @@ def control_text(control: Control) -> str:
     return f"{control.name} {outcome}{ratio} in {units.duration(comparison.elapsed_s * 1e9)} {mark}"
 
 
-def closing(report: GateReport) -> str:
-    """Return the closing sentence: the number of cases by status, and whether the verdicts can be trusted."""
-    return f"{verdict(report)}." + ("" if report.geomean is None else f" {geomean_text(report)}.")
-
-
 def verdict(report: GateReport) -> str:
-    """Return the outcome as a clause without a full stop."""
+    """Return the number of cases by status, and whether the verdicts can be trusted, without a full stop."""
     counts = Counter(case.status for case in report.cases)
     parts = [] if any(counts[status] for status in FAILING) else ["no regression"]
-    parts += [f"{counts[status]} {COUNTED[status][counts[status] != 1]}" for status in COUNTED if counts[status]]
-    cases = f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
-    counted = f"{', '.join(parts)} in {cases} (Holm, {100 * ALPHA:g} %)"
+    for status in (one for one in ORDER if counts[one] and one != "pass"):
+        what = status.replace("_", " ")
+        parts.append(f"{counts[status]} {COUNTED.get(status, (what, what))[counts[status] != 1]}")
+    told = f"{', '.join(parts)} in {counted(len(report.cases), 'case')} (Holm, {100 * ALPHA:g} %)"
     if report.outcome == "untrusted":
         failed = ", ".join(control.name for control in report.controls if not (control.passed or control.silent))
         why = f"the {failed} control failed" if failed else "see the warnings"
         if not report.controls:
             why = "no control could be timed"
-        return f"Untrusted: {why}, so no verdict here is valid ({counted})"
+        return f"Untrusted: {why}, so no verdict here is valid ({told})"
     if report.outcome == "interrupted":
-        return f"Interrupted, so this is not a verdict ({counted})"
-    return f"Nothing could be measured ({counted})" if report.outcome == "nothing" else counted
+        return f"Interrupted, so this is not a verdict ({told})"
+    return f"Nothing could be measured ({told})" if report.outcome == "nothing" else told
 
 
 def geomean_text(report: GateReport) -> str:
-    """Return the ratio over all timed cases with its interval."""
+    """Return the ratio over all timed cases with its interval; empty if none was timed."""
     if report.geomean is None:
-        return "No case was timed"
+        return ""
     ratio, low, high = report.geomean
     return f"Over all timed cases {ratio_and_interval(ratio, (low, high))}"
 
@@ -216,7 +209,7 @@ def _most_that_fit(count: int, page: Callable[[int], str]) -> int:
 def _page(report: GateReport, rows: Sequence[Case], folded: Sequence[Case], row_count: int, fold_count: int) -> str:
     facts = [f"{_code(report.baseline)} → {_code(report.current)}, suite {_code(report.suite)}"]
     facts += [f"control {clean(control_text(control))}" for control in report.controls]
-    facts += [] if report.geomean is None else [clean(geomean_text(report))]
+    facts += filter(None, [clean(geomean_text(report))])
     facts += [f"warning: {clean(warning)}" for warning in report.warnings[:MOST_WARNINGS]]
     if len(report.warnings) > MOST_WARNINGS:
         facts.append(f"{len(report.warnings) - MOST_WARNINGS} more warnings: see gate.json.")
@@ -234,7 +227,9 @@ def _page(report: GateReport, rows: Sequence[Case], folded: Sequence[Case], row_
         if fold_count < len(folded):
             inside.append(f"{len(folded) - fold_count} are not shown here: see gate.json.")
         parts.append("\n\n".join([f"<details><summary>{title}</summary>", *inside, "</details>"]))
-    environment = environment_of(report)
+    comparisons = [case.comparison for case in report.cases if case.comparison is not None]
+    records = [record for found in comparisons for record in (found.record_b, found.record_a) if record is not None]
+    environment = next((record.environment for record in records if record.environment is not None), None)
     footer = [
         "" if environment is None else environment_line(environment),
         f"attnbench {report.attnbench}" if report.attnbench else "",
@@ -244,25 +239,12 @@ def _page(report: GateReport, rows: Sequence[Case], folded: Sequence[Case], row_
 
 
 def _markdown_table(cases: Sequence[Case]) -> str:
-    return "\n".join([HEADING, *map(_row, cases)])
-
-
-def _row(case: Case) -> str:
-    cells = (
-        word(case) if _is_folded(case) else f"**{word(case)}**",
-        _code(case.implementation),
-        _code(case.workload.id),
-        clean(figures(case)),
-        clean(remark(case)),
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def environment_of(report: GateReport) -> Environment | None:
-    """Return the environment of the first record that has one."""
-    comparisons = [case.comparison for case in report.cases if case.comparison is not None]
-    records = (record for found in comparisons for record in (found.record_b, found.record_a) if record is not None)
-    return next((record.environment for record in records if record.environment is not None), None)
+    lines = [HEADING]
+    for case in cases:
+        status = word(case) if _is_folded(case) else f"**{word(case)}**"
+        names, texts = (case.implementation, case.workload.id), (figures(case), remark(case))
+        lines.append(f"| {' | '.join([status, *map(_code, names), *map(clean, texts)])} |")
+    return "\n".join(lines)
 
 
 def clean(text: str) -> str:

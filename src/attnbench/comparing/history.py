@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from math import exp, log
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -25,6 +26,8 @@ from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.records import is_anchor, is_timed, label
+from attnbench.results.sentences import capped, counted
+from attnbench.run.git import commit_order, commits_between, is_ancestor, is_repository
 from attnbench.run.user_functions import one_source
 from attnbench.spec import Ok, Record, Workload
 
@@ -37,10 +40,8 @@ PENALTY = 3.0
 LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
 DISTANCES = {0.5: 0.6745 * 2**0.5, 0.75: 1.1503 * 2**0.5}
-"""Quantiles of the distance of two neighbours in normal noise, in standard deviations.
-
-The upper one is there for code of two speeds, most of whose neighbours have the same one.
-"""
+"""Quantiles of the distance of two neighbours in normal noise, in standard deviations. The upper one is there for code
+of two speeds, most of whose neighbours have the same one."""
 MOST_OVERLAP = 0.1
 """Largest share of pairs of points, one of either level, whose order is not that of the levels."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -53,6 +54,9 @@ MOST_SUSPECTS = 3
 
 Commits = Sequence[tuple[str, str]]
 """Pairs (commit, subject), oldest first."""
+Between = Callable[[str, str], Commits | None]
+"""Function that lists the commits from one (excluded) to another (included): nothing if one is not known, None if the
+first is no ancestor of the second."""
 
 
 class HistoryFile(Struct, frozen=True):
@@ -89,7 +93,6 @@ class Key(Struct, frozen=True, kw_only=True):
     implementation: str
     workload: str
     fingerprint: str
-    """Fingerprint of the machine and its libraries."""
     processor: str = ""
     """Kind of the processor; empty if it is not known, or if runs on several kinds have the same fingerprint."""
     clock: str
@@ -100,7 +103,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class CommitSeries(Struct, frozen=True, kw_only=True):
-    """The points of a cell over commits on one machine, oldest first."""
+    """Points of a cell over commits on one machine, oldest first."""
 
     key: Key
     workload: Workload
@@ -142,6 +145,22 @@ class Trend(Struct, frozen=True):
     changes: tuple[LevelChange, ...]
 
 
+def commits_in_git(records: Iterable[Record]) -> tuple[dict[str, int], Between]:
+    """Return the position of each commit in git's history, empty outside a repository, and what lists commits between
+    two of them."""
+    environments = [record.environment for record in records if record.environment is not None]
+    commits = {one.commit for one in environments if not one.is_dirty} - {""}
+    places = commit_order(commits) if commits and is_repository() else {}
+
+    @cache  # many cells change at the same commit
+    def between(old: str, new: str) -> Commits | None:
+        if old not in places or new not in places:
+            return []
+        return commits_between(old, new) if is_ancestor(old, new) else None
+
+    return places, between
+
+
 def gather(
     sources: Iterable[HistoryFile], order: Mapping[str, int] | None = None, per_run: bool = False
 ) -> tuple[list[CommitSeries], list[Excluded]]:
@@ -167,15 +186,21 @@ def gather(
                 kind = point[0].processor or kinds.get(point[0].fingerprint, "")
                 key = structs.replace(point[0], source=place, processor=kind)
                 measured.setdefault(key, []).append((point[1], record))
-    series = [_series(key, points, order or {}, per_run) for key, points in measured.items()]
+    series: list[CommitSeries] = []
+    for key, found in measured.items():
+        record = found[0][1]
+        assert record.environment is not None
+        # Each run counts once: a baseline has the value of its run; two runs of one second differ in theirs.
+        points = list({(point.commit, point.created, point.value): point for point, _ in found}.values())
+        points = tuple(_in_order(points if per_run else _per_commit(points), order or {}))
+        machine = record.environment.device_name
+        series.append(CommitSeries(key=key, workload=record.workload, machine=machine, points=points))
     return sorted(series, key=lambda one: (one.key.workload, one.key.implementation)), excluded
 
 
 def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
-    """Return for each function every spelling of its place -> the shortest that may mean the same.
-
-    An unknown place is the only known one, if there is just one.
-    """
+    """Return for each function every spelling of its place -> the shortest that may mean the same. An unknown place is
+    the only known one, if there is just one."""
     spellings: dict[str, set[str]] = {}
     for source in sources:
         for record in source.records:
@@ -192,10 +217,9 @@ def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
 def _only_processors(sources: Sequence[HistoryFile]) -> dict[str, str]:
     """Return for each fingerprint the only known kind of processor, which an unknown one is taken for."""
     kinds: dict[str, set[str]] = {}
-    for source in sources:
-        for environment in (record.environment for record in source.records):
-            if environment is not None and environment.processor:
-                kinds.setdefault(environment.fingerprint, set()).add(environment.processor)
+    for environment in (record.environment for source in sources for record in source.records):
+        if environment is not None and environment.processor:
+            kinds.setdefault(environment.fingerprint, set()).add(environment.processor)
     return {fingerprint: found.pop() for fingerprint, found in kinds.items() if len(found) == 1}
 
 
@@ -205,8 +229,7 @@ def _point(record: Ok, source: HistoryFile, when: str) -> tuple[Key, CommitPoint
     if environment is None:
         return "its environment is unknown"
     anchors = {one.implementation: one for one in anchors_beside(record, source.records)}
-    missing = [name for name in ANCHORS if name not in anchors]
-    if missing:
+    if missing := [name for name in ANCHORS if name not in anchors]:
         lacks = lacks_anchors(record, source.records, f"no {' and no '.join(missing)} for this workload")
         return f"its run has {lacks}"
     first, times = anchors[ANCHORS[0]], [one.time for one in anchors.values() if one.time is not None]
@@ -221,16 +244,6 @@ def _point(record: Ok, source: HistoryFile, when: str) -> tuple[Key, CommitPoint
     value = log(time.median_ns) - sum(log(one.median_ns) for one in times) / len(times)
     commit = "" if environment.is_dirty else environment.commit
     return key, CommitPoint(commit=commit, created=when, value=value)
-
-
-def _series(key: Key, found: Sequence[tuple[CommitPoint, Ok]], order: Mapping[str, int], per_run: bool) -> CommitSeries:
-    record = found[0][1]
-    assert record.environment is not None
-    # Each run counts once: a baseline has the value of the run it was made of; two runs of one second differ in theirs.
-    points = list({(point.commit, point.created, point.value): point for point, _ in found}.values())
-    points = points if per_run else _per_commit(points)
-    points = _in_order(points, order)
-    return CommitSeries(key=key, workload=record.workload, machine=record.environment.device_name, points=tuple(points))
 
 
 def _in_order(points: Iterable[CommitPoint], order: Mapping[str, int]) -> list[CommitPoint]:
@@ -250,18 +263,14 @@ def _per_commit(points: Iterable[CommitPoint]) -> list[CommitPoint]:
     groups: dict[str | int, list[CommitPoint]] = {}
     for number, point in enumerate(points):
         groups.setdefault(point.commit or number, []).append(point)
-    return [
-        CommitPoint(
-            commit=group[0].commit,
-            created=min(point.created for point in group),
-            value=median(point.value for point in group),
-            runs=len(group),
-        )
-        for group in groups.values()
-    ]
+    merged: list[CommitPoint] = []
+    for group in groups.values():
+        created, value = min(point.created for point in group), median(point.value for point in group)
+        merged.append(CommitPoint(commit=group[0].commit, created=created, value=value, runs=len(group)))
+    return merged
 
 
-class Level(Struct, frozen=True):
+class Level(NamedTuple):
     """Consecutive points of one height; `start` is the first, `stop` follows the last."""
 
     start: int
@@ -270,13 +279,8 @@ class Level(Struct, frozen=True):
     """Median of the points, outliers between them left out."""
 
 
-def find_changes(
-    series: CommitSeries, between: Callable[[str, str], Commits | None] | None = None
-) -> tuple[LevelChange, ...]:
-    """Return the steps of a series.
-
-    `between` lists the commits from one (excluded) to another (included), or returns None if they are not of one line.
-    """
+def find_changes(series: CommitSeries, between: Between | None = None) -> tuple[LevelChange, ...]:
+    """Return the steps of a series; `between` finds the suspects."""
     if detector_missing():
         return ()
     changes = []
@@ -343,17 +347,13 @@ def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
     return [list(range(start, end)) for start, end in pairwise([0, *ends])]
 
 
-Suggest = Callable[[Trend, LevelChange], str]
-"""Function that returns the command to confirm a change with; empty if there is none."""
-
-
 def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
     """Print the table, and below it how many records are left out and why."""
     if trends:
         console.print(plain_table(_rows(trends)), highlight=False)
     reasons = Counter(one.reason for one in excluded)
     for reason, count in reasons.most_common():
-        line = f"{count} record{'' if count == 1 else 's'} left out: {shortened(reason)}."
+        line = f"{counted(count, 'record')} left out: {shortened(reason)}."
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -368,7 +368,7 @@ def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:
             **({"source": trend.series.key.source} if namesakes else {}),
             "workload": trend.series.key.workload,
             **({"machine": _machine_text(trend.series, alike)} if len(machines) > 1 else {}),
-            "commits": _commit_count(trend),
+            "commits": _commit_count(trend.series.points),
             "history": sparkline([point.value for point in trend.series.points]),
             "x anchors": significant(exp(trend.series.points[-1].value)),
             "changes": ", ".join(f"{size(change)} at {change.new[:SHORT] or '?'}" for change in trend.changes),
@@ -382,12 +382,11 @@ def _machine_text(series: CommitSeries, with_processor: bool) -> str:
     return " ".join(filter(None, (series.machine, series.key.fingerprint, kind)))
 
 
-def _commit_count(trend: Trend) -> str:
+def _commit_count(points: Sequence[CommitPoint]) -> str:
     """Return how many commits a series has, and how many runs without a commit."""
-    commits = sum(bool(point.commit) for point in trend.series.points)
-    runs = len(trend.series.points) - commits
-    parts = [str(commits) if commits else "", f"{runs} run{'' if runs == 1 else 's'}" if runs else ""]
-    return " + ".join(filter(None, parts))
+    commits = sum(bool(point.commit) for point in points)
+    runs = len(points) - commits
+    return " + ".join([str(commits)] * (commits > 0) + [counted(runs, "run")] * (runs > 0))
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -406,21 +405,20 @@ def size(change: LevelChange) -> str:
     return f"{ratio:.2f}x {change.direction}"
 
 
-def closing(trends: Sequence[Trend], suggest: Suggest) -> str:
-    """Return what changed last in each series, regressions first, with the suspected commits and how to confirm."""
+def closing(trends: Sequence[Trend], suggest: Callable[[Trend, LevelChange], str]) -> str:
+    """Return what changed last in each series, regressions first, with the suspected commits and the command that
+    `suggest` returns to confirm it, if there is one."""
     changed = [(trend, trend.changes[-1]) for trend in trends if trend.changes]
-    changed.sort(key=lambda pair: (pair[1].direction == "faster", -abs(pair[1].ratio - 1)))
     if not changed:
         return _no_change(trends)
+    changed.sort(key=lambda pair: (pair[1].direction == "faster", -abs(pair[1].ratio - 1)))
     sentences: list[str] = []
-    for trend, change in changed[:MOST_SENTENCES]:
+    for trend, change in changed:
         key, command = trend.series.key, suggest(trend, change)
         confirm = f" Confirm with `{command}`." if command else ""
         what = f"{key.implementation} on {key.workload} is {size(change)} {since(trend, change)}.{confirm}"
         sentences.append(printable(what))
-    if left := len(changed) - len(sentences):
-        sentences.append(f"{left} more series changed: see the table.")
-    return "\n".join(sentences)
+    return "\n".join(capped(sentences, MOST_SENTENCES, "{} more series changed: see the table."))
 
 
 def _no_change(trends: Sequence[Trend]) -> str:

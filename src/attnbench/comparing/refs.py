@@ -18,7 +18,6 @@ from attnbench.config import load_settings
 from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.run import git
-from attnbench.run.git import ask, last_line
 from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
 WORKING_TREE = (".", "WORKTREE")
@@ -40,21 +39,17 @@ class BuildFailed(UsageError):
         super().__init__(
             f"{ref} ({commit[:12]}) does not build: `{command}` ended with exit code {code}.{output_lines}"
         )
-        self.ref, self.code, self.output = ref, code, output
 
 
 class Ref(Struct, frozen=True, kw_only=True):
     """A ref, checked out and built."""
 
     name: str
-    """Name as it was given."""
     commit: str
     """Full commit id; empty for a working tree without any commit."""
     subject: str
-    """First line of the commit's message."""
     path: Path
-    """Root folder of the checked-out tree."""
-    pythonpath: tuple[Path, ...]
+    pythonpath: tuple[Path, ...] = ()
     """Absolute folders that its workers import from, first to last."""
     dirty: bool = False
     """Whether the tree holds changes that no commit has."""
@@ -98,15 +93,13 @@ def checkout(
     outputs: Sequence[Path] = (),
 ) -> Iterator[Ref]:
     """Check out a ref of the repository that `folder` lies in, in a temporary worktree; "." is the working tree itself.
-
-    `outputs` are files that attnbench writes, as it writes runs and baselines: they are not part of a working tree.
-    """
+    `outputs` are files that attnbench writes, as it writes runs and baselines: they are not part of a working tree."""
     top = git.root(folder)
     outputs = own_outputs(top, folder, outputs)
     if ref in WORKING_TREE:
         commit = git.head(top)
         facts = {"subject": git.subject(commit, top) if commit else "", "dirty": bool(_changes(top, outputs))}
-        made = Ref(name=ref, commit=commit, path=top, pythonpath=(), outputs=outputs, **facts)
+        made = Ref(name=ref, commit=commit, path=top, outputs=outputs, **facts)
         yield _ready(made, build, pythonpath)
         return
     commit = git.resolve(ref, top)
@@ -118,7 +111,7 @@ def checkout(
             with suppress(OSError):  # a file system without locks: nobody else will take its entry away then
                 owner.enter_context(owned(Path(git.answer(path, "rev-parse", "--absolute-git-dir")) / OWNER))
             notes = (*_left_out_notes(ref, commit, top, outputs), *fill_submodules(top, path))
-            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, pythonpath=(), notes=notes)
+            made = Ref(name=ref, commit=commit, subject=git.subject(commit, top), path=path, notes=notes)
             yield _ready(made, build, pythonpath)
         finally:
             git.ask(top, "worktree", "remove", "--force", "--force", str(path))
@@ -129,33 +122,29 @@ def fill_submodules(top: Path, path: Path) -> list[str]:
     """Check out each submodule at the commit that the worktree asks for; returns a note for each that is left empty."""
     if not (path / ".gitmodules").is_file():
         return []
-    listed = ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
-    notes = [_fill_submodule(top, path, line.partition(" ")[2]) for line in listed.splitlines()]
-    return [note for note in notes if note]
-
-
-def _fill_submodule(top: Path, path: Path, place: str) -> str:
-    entry = ask(path, "ls-tree", "HEAD", place).stdout.split()
-    if len(entry) < 3 or entry[1] != "commit":
-        return ""
-    source, target = top / place, path / place
-    if not (source / ".git").exists():
-        return f"submodule {place} is left empty: it is not checked out here (run `git submodule update --init`)"
-    done = ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
-    if done.returncode == 0:
-        done = ask(target, "checkout", "--quiet", "--detach", entry[2])
-    if done.returncode:
-        return f"submodule {place} is left empty: {last_line(done)}"
-    if (target / ".gitmodules").is_file():
-        return f"submodule {place} has submodules of its own, which are left empty"
-    return ""
+    listed = git.ask(path, "config", "--file", ".gitmodules", "--get-regexp", r"^submodule\..*\.path$").stdout
+    notes: list[str] = []
+    for place in (line.partition(" ")[2] for line in listed.splitlines()):
+        source, target, entry = top / place, path / place, git.ask(path, "ls-tree", "HEAD", place).stdout.split()
+        if len(entry) < 3 or entry[1] != "commit":
+            continue
+        if not (source / ".git").exists():
+            why = "it is not checked out here (run `git submodule update --init`)"
+            notes.append(f"submodule {place} is left empty: {why}")
+            continue
+        done = git.ask(path, "clone", "--quiet", "--shared", "--no-checkout", str(source), str(target))
+        if done.returncode == 0:
+            done = git.ask(target, "checkout", "--quiet", "--detach", entry[2])
+        if done.returncode:
+            notes.append(f"submodule {place} is left empty: {git.last_line(done)}")
+        elif (target / ".gitmodules").is_file():
+            notes.append(f"submodule {place} has submodules of its own, which are left empty")
+    return notes
 
 
 def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, ...]:
-    """Return what attnbench writes inside a repository: `outputs`, runs and baselines.
-
-    The root and folders in which git knows code are left out, since changes of that code must be seen.
-    """
+    """Return what attnbench writes inside a repository: `outputs`, runs and baselines. The root and folders in which
+    git knows code are left out, since changes of that code must be seen."""
     settings = load_settings(cwd=here)
     written = (*outputs, here / settings.runs_dir, here / settings.baselines_dir)
     inside = [path for one in written if (path := Path(os.path.realpath(one))) != top and path.is_relative_to(top)]
@@ -165,9 +154,7 @@ def own_outputs(top: Path, here: Path, outputs: Sequence[Path]) -> tuple[Path, .
 
 def same_code(baseline: str, current: str, folder: Path, outputs: Sequence[Path] = ()) -> str:
     """Return why two refs are one and the same code, so that comparing them shows nothing; empty if they may differ.
-
-    `outputs` as in `checkout`.
-    """
+    `outputs` as in `checkout`."""
     top = git.root(folder)
     trees = [one in WORKING_TREE for one in (baseline, current)]
     commits = {git.head(top) if is_tree else git.resolve(one, top) for one, is_tree in zip((baseline, current), trees)}
@@ -208,11 +195,9 @@ def named(files: Sequence[str]) -> str:
 
 
 def _forget_abandoned(top: Path) -> None:
-    """Remove the worktree entries of processes that were killed; their folders are gone by now.
-
-    A folder that cannot be seen from here may belong to a living process in a container with a temporary folder of its
-    own, so its owner must be dead too. Git itself forgets what is left after three months.
-    """
+    """Remove the worktree entries of processes that were killed; their folders are gone by now. A folder that cannot be
+    seen from here may belong to a living process in a container with a temporary folder of its own, so its owner must
+    be dead too. Git itself forgets what is left after three months."""
     common = Path(git.answer(top, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     for entry in common.glob("worktrees/*/gitdir"):
         folder = Path(entry.read_text(encoding="utf-8", errors="replace").strip()).parent
@@ -221,11 +206,8 @@ def _forget_abandoned(top: Path) -> None:
 
 
 def _fingerprint(path: Path, outputs: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return for each file what shows whether it was touched.
-
-    In a worktree made for the comparison all files count; in the user's working tree, only files that git does not
-    ignore and attnbench does not write.
-    """
+    """Return for each file what shows whether it was touched. In a worktree made for the comparison all files count; in
+    the user's working tree, only files that git does not ignore and attnbench does not write."""
     if path.parent.name.startswith(PREFIX):
         names = []
         for folder, inner, files in os.walk(path):

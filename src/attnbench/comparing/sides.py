@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -41,7 +40,6 @@ class Code(Struct, frozen=True, kw_only=True):
     """Name of the implementation in the workers."""
     framework: str
     config: dict[str, int | float | str | bool] = {}
-    """Settings beyond the defaults."""
     user_function: UserFunction | None = None
     path: tuple[str, ...] = ()
     """Folders that come first on the workers' import path, those of a git ref; the code must come from them."""
@@ -55,10 +53,8 @@ class Code(Struct, frozen=True, kw_only=True):
     commit: str = ""
 
     def requests(self) -> list[p.Describe | p.Load]:
-        """Return the first messages to each process of the side, which load the code.
-
-        Further folders of its import path are this process's, without the hidden one if there is a ref.
-        """
+        """Return the first messages to each process of the side, which load the code. Further folders of its import
+        path are this process's, without the hidden one if there is a ref."""
         further = [*sys.path, ""]
         if self.path:
             further = [folder for folder in sys.path if folder and not Path(folder).is_relative_to(self.hidden or "/")]
@@ -69,9 +65,7 @@ class Code(Struct, frozen=True, kw_only=True):
 
 def code_of(what: Any, framework: str) -> Code:
     """Return the side for a name, a `file.py:function` or `module:function` reference, a function or an Implementation.
-
-    A reference is looked up by the workers and not here.
-    """
+    A reference is looked up by the workers and not here."""
     if isinstance(what, str) and ":" in what:
         user_function = from_reference(what, framework, set())
         return Code(label=what, name=user_function.name, framework=framework, user_function=user_function)
@@ -180,7 +174,7 @@ class ForkedSide(Side):
     def __enter__(self) -> ForkedSide:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
@@ -193,11 +187,9 @@ class ForkedSide(Side):
         return self._forkserver.exchange(question, START_S, n.decode_reply, pass_on)
 
     def start_worker(self, seed: int) -> Remote:
-        """Fork a worker with an untouched framework and its own heap padding, and return it.
-
-        If loading the code started threads or a device, the worker is a new process instead. A forkserver that has
-        ended is started again, once.
-        """
+        """Fork a worker with an untouched framework and its own heap padding, and return it. If loading the code
+        started threads or a device, the worker is a new process instead. A forkserver that has ended is started again,
+        once."""
         if not self._forks:
             return self._spawn()
         try:
@@ -313,11 +305,9 @@ def verify_alone(side: Side, workload: Workload, timeout_s: float = 120.0) -> Re
 
 
 class SideWorker:
-    """One side's worker in one launch, with its cell open; it runs only while it is asked something.
-
-    Between its turns all of its processes are stopped: threads that spin and helpers that it has started would take the
-    processor from the other side, whose time would then be too long. A stopped process keeps its GPU context.
-    """
+    """One side's worker in one launch, with its cell open; it runs only while it is asked something. Between its turns
+    all of its processes are stopped: threads that spin and helpers that it has started would take the processor from
+    the other side, whose time would then be too long. A stopped process keeps its GPU context."""
 
     def __init__(self, side: str, live: Side, worker: Remote | Local, workload: Workload, timeout_s: float) -> None:
         self._side, self._live, self._worker, self._timeout_s = side, live, worker, timeout_s

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.comparison import ALPHA, FLOOR, LOOKS, Block, Estimate, Launch, Verdict
+from attnbench.comparison import ALPHA, FLOOR, LOOKS, Estimate, Launch, Verdict
 from attnbench.errors import UsageError
 from attnbench.results.ratios import LARGE_DIFFERENCE, SAME_WIDTH, SAME_WITHIN
 
@@ -77,14 +77,14 @@ def trimmed_mean(values: np.ndarray) -> TrimmedMean:
     return TrimmedMean(mean, spread / kept**0.5, kept - 1)
 
 
-def median_draws(logs: Sequence[np.ndarray], seed: int = SEED) -> np.ndarray:
+def median_draws(logs: Sequence[np.ndarray]) -> np.ndarray:
     """Draw launches anew with replacement, many times, and return the medians over all pairs, ascending."""
     sizes = [len(one) for one in logs]
     pooled, owner = np.concatenate(logs), np.repeat(np.arange(len(logs)), sizes)
     order = np.argsort(pooled)
     ascending = pooled[order]
     passed = np.cumsum(owner[order, None] == np.arange(len(logs)), axis=0, dtype=float)
-    times = np.random.default_rng(seed).multinomial(len(logs), [1 / len(logs)] * len(logs), DRAWS).astype(float)
+    times = np.random.default_rng(SEED).multinomial(len(logs), [1 / len(logs)] * len(logs), DRAWS).astype(float)
     total = times @ np.array(sizes, float)
     lower, upper = (ascending[_first_reaching(passed, times, rank)] for rank in ((total + 1) // 2, total // 2 + 1))
     return np.sort((lower + upper) / 2)
@@ -121,7 +121,6 @@ class _Evidence(Struct, frozen=True, kw_only=True):
     mean: TrimmedMean
     """Trimmed mean of the launches' medians, which the t interval and the p-values come from."""
     se: float
-    """Standard error of the point."""
     launches: int
     pairs: int
 
@@ -134,19 +133,24 @@ class _Evidence(Struct, frozen=True, kw_only=True):
         return int(self.t_low > log1p(floor)) - int(self.t_high < -log1p(floor))
 
 
+def launches_text(count: int) -> str:
+    """Return a number of launches in words."""
+    return f"{count} launch{'' if count == 1 else 'es'}"
+
+
 def published(metrics: Sequence[str]) -> str:
     """Return the metric whose ratio is published: device time if there is one, else wall time."""
     return next((name for name in ("device", "wall") if name in metrics), metrics[0])
 
 
-def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR, seed: int = SEED) -> Estimate:
+def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR) -> Estimate:
     """Estimate the ratio by one metric; each bound of an interval errs with probability alpha.
 
     The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
     of them t keeps its level, while the bootstrap rejects two to six times too often. Trimming keeps a launch or two
     that something else disturbed from hiding what the others show.
     """
-    return _as_estimate(_evidence(launches, metric, alpha, seed), metric, floor)
+    return _as_estimate(_evidence(launches, metric, alpha), metric, floor)
 
 
 def decide(
@@ -157,11 +161,9 @@ def decide(
     alpha: float = ALPHA,
     last: bool = False,
 ) -> Decision:
-    """Judge the launches at a look, or if this is the `last` chance; between looks there is no verdict.
-
-    Slower by any metric is slower and faster by any is faster, unless another metric's interval lies on the other side
-    of 1. `same` is decided by the published metric. The floor may only be raised.
-    """
+    """Judge the launches at a look, or if this is the `last` chance; between looks there is no verdict. Slower by any
+    metric is slower and faster by any is faster, unless another metric's interval lies on the other side of 1. `same`
+    is decided by the published metric. The floor may only be raised."""
     if floor < FLOOR:
         raise UsageError(
             f"a floor of {floor:g} is below {FLOOR:g}, the effect of memory layout alone: it can only be raised."
@@ -183,8 +185,7 @@ def decide(
         doubts.append(f"{verdict} by device time, but not in clock cycles: the GPU ran the two at different speeds")
         verdict = None
     if len(launches) < FEW_LAUNCHES:
-        count = f"{len(launches)} launch{'' if len(launches) == 1 else 'es'}"
-        notes.append(f"only {count}: judged by Student's t alone")
+        notes.append(f"only {launches_text(len(launches))}: judged by Student's t alone")
     return Decision(
         verdict="inconclusive" if verdict is None and last else verdict,
         estimates={name: _as_estimate(one, name, floor) for name, one in found.items()},
@@ -194,9 +195,7 @@ def decide(
 
 def is_overwhelming(decision: Decision) -> bool:
     """Return whether a decision needs no confirmation: it claims no difference, or a large and highly significant one.
-
-    A verdict by device time needs none either: such a time does not depend on how a process lies in memory.
-    """
+    A verdict by device time needs none either: such a time does not depend on how a process lies in memory."""
     if decision.verdict not in ("slower", "faster") or "device" in decision.estimates:
         return True
     return any(
@@ -208,11 +207,9 @@ def is_overwhelming(decision: Decision) -> bool:
 
 
 def after_fresh_launches(decision: Decision, launches: Sequence[Launch], first: int, floor: float = FLOOR) -> Decision:
-    """Return the decision after fresh launches, all but the `first` ones: a verdict stays if they confirm it.
-
-    They do if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no
-    metric on the other side. The estimates are those of all launches together.
-    """
+    """Return the decision after fresh launches, all but the `first` ones: a verdict stays if they confirm it. They do
+    if Student's t over them lies on the same side of 1 at 5 % by a metric that made the verdict, and by no metric on
+    the other side. The estimates are those of all launches together."""
     fresh, word = launches[first:], decision.verdict
     sign, judged = (1 if word == "slower" else -1), list(decision.estimates)
     pooled = decide(launches, judged, floor=floor, last=True)
@@ -271,8 +268,10 @@ def _verdict(found: dict[str, _Evidence], main: str, floor: float, last: bool) -
     asked = [one for name, one in found.items() if name == main or name != "wall"]
     # Close enough to be called the same, yet leaning: a small slowdown needs more launches before it can be sure.
     leaning = any(abs(one.point) > log1p(floor) for one in asked)
-    same = all(_is_same(one, floor) for one in asked) and (last or not leaning)
-    return ("same" if same else None), doubts
+    slack = floor - FLOOR  # a raised floor raises both limits by as much, or no ratio near the floor could ever pass
+    edge, width = log1p(SAME_WITHIN + slack), log1p(SAME_WIDTH + slack)
+    same = all(-edge < one.low and one.high < edge and one.high - one.low < width for one in asked)
+    return ("same" if same and (last or not leaning) else None), doubts
 
 
 def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> bool:
@@ -284,16 +283,6 @@ def _holds_in_cycles(launches: Sequence[Launch], sign: int, floor: float) -> boo
     times = np.concatenate([_log_ratios(launch, "device") for launch in launches])
     ratio = float(np.median(times + np.array(clocks)))
     return sign * ratio > log1p(floor)
-
-
-def _is_same(one: _Evidence, floor: float) -> bool:
-    """Return whether an interval lies within 5 % of 1 and is narrower than 6 %.
-
-    A raised floor raises both limits by as much; otherwise no ratio near the floor could ever pass.
-    """
-    slack = floor - FLOOR
-    edge = log1p(SAME_WITHIN + slack)
-    return -edge < one.low and one.high < edge and one.high - one.low < log1p(SAME_WIDTH + slack)
 
 
 def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
@@ -310,7 +299,7 @@ def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
     )
 
 
-def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int = SEED) -> _Evidence:
+def _evidence(launches: Sequence[Launch], metric: str, alpha: float) -> _Evidence:
     logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
     if not logs:
         raise ValueError("no launch has blocks of both sides, so nothing can be estimated")
@@ -319,7 +308,7 @@ def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int =
     half = mean.half_width(alpha)
     low, high, se = mean.value - half, mean.value + half, ENDLESS if mean.se is None else mean.se
     if len(logs) >= FEW_LAUNCHES:
-        draws = median_draws(logs, seed)
+        draws = median_draws(logs)
         rank = int(alpha * DRAWS)
         low, high = float(draws[rank]), float(draws[-1 - rank])
         se = float(draws.std()) * (len(logs) / (len(logs) - 1)) ** 0.5
@@ -338,14 +327,10 @@ def _evidence(launches: Sequence[Launch], metric: str, alpha: float, seed: int =
 
 def _log_ratios(launch: Launch, metric: str) -> np.ndarray:
     pairs = min(len(launch.a), len(launch.b))
-    return _logs(launch.b[:pairs], metric) - _logs(launch.a[:pairs], metric)
-
-
-def _logs(blocks: Sequence[Block], metric: str) -> np.ndarray:
-    ns = np.array([block.ns[metric] for block in blocks], float)
-    if not np.all((ns > 0) & np.isfinite(ns)):
-        wrong = float(ns[~((ns > 0) & np.isfinite(ns))][0])
+    ns = np.array([[block.ns[metric] for block in side[:pairs]] for side in (launch.a, launch.b)], float)
+    wrong = ns[~((ns > 0) & np.isfinite(ns))]
+    if len(wrong):
         raise ValueError(
-            f"a block took {wrong:g} ns by {metric} time: that clock is too coarse, put more calls into a block"
+            f"a block took {wrong[0]:g} ns by {metric} time: that clock is too coarse, put more calls into a block"
         )
-    return np.log(ns)
+    return np.log(ns[1]) - np.log(ns[0])

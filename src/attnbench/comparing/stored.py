@@ -6,7 +6,7 @@ with it. As the anchors drift too, both must agree, and the floor is higher than
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import erfc, exp, log, log1p, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -92,27 +92,28 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
         )
     sources, kept = sources_of(run), _kept_here(folder, run.records)
     for record in records:
-        found, other = _baseline_of(record, folder, kept), ""
-        source = sources.get(record.implementation, "")
-        if found is not None and not one_source(found.source, source):
+        here, name, other = record.environment, record.implementation, ""
+        if here is None:  # its worker was lost before it named its environment
+            found = kept.get(record.cell.id)
+        else:
+            found = find_baseline(folder, here, name, record.workload, config=record.config)
+        if found is not None and not one_source(found.source, source := sources.get(name, "")):
             found, other = None, _other_function_text(found.source, source)
         if found is None and record.status == "unsupported":
             continue
-        beside = [one for one in run.records if one.workload == record.workload]
-        anchors = [one for one in beside if is_anchor(one)]
-        if found is not None and record.environment is not None:
+        anchors = [one for one in run.records if one.workload == record.workload and is_anchor(one)]
+        if found is not None and here is not None:
             check_comparable(found.records, [record, *anchors])
         [case] = cases_of_runs(() if found is None else found.records, [record, *anchors], floors)
         if found is None and case.status != "wrong":
-            why = other or why_missing(folder, record.environment, record.implementation, record.workload)
+            why = other or why_missing(folder, here, name, record.workload)
             case = replace(case, status="no_baseline", reason=why)
         cases.append(case)
     return [*_corrected(cases), *_not_run([one.record for one in kept.values()], records)]
 
 
 def _kept_here(folder: Path, records: Sequence[Record]) -> dict[str, Baseline]:
-    """Return the baselines of the machine that a run was made on by their cells, whatever software they were measured
-    with; all of the folder if the run does not know where it was made."""
+    """Return the baselines of a run's machine by their cells, with any software; all if the machine is not known."""
     known = [one.environment for one in records if one.environment is not None]
     return {
         one.record.cell.id: one
@@ -121,40 +122,27 @@ def _kept_here(folder: Path, records: Sequence[Record]) -> dict[str, Baseline]:
     }
 
 
-def _baseline_of(record: Record, folder: Path, kept: Mapping[str, Baseline]) -> Baseline | None:
-    """Return the baseline of a record; by its cell alone if its worker was lost before it named its environment."""
-    if record.environment is None:
-        return kept.get(record.cell.id)
-    return find_baseline(folder, record.environment, record.implementation, record.workload, config=record.config)
-
-
 def _not_run(kept: Sequence[Record], records: Sequence[Record]) -> list[Case]:
-    """Return cases for baselines of this machine that the run lacks: missing if the run has their workload, else not
-    measured."""
+    """Return cases for baselines that the run lacks: missing if the run has their workload, else not measured."""
     measured, asked = {one.cell.id for one in records}, {one.workload.id for one in records}
-    return [
-        Case(
-            implementation=record.implementation,
-            workload=record.workload,
-            status="missing" if record.workload.id in asked else "not_measured",
-            reason=MISSING if record.workload.id in asked else "has a baseline, but its workload was not run",
-        )
-        for record in kept
-        if record.cell.id not in measured
-    ]
+    cases: list[Case] = []
+    for one in kept:
+        if one.cell.id not in measured:
+            case = Case(implementation=one.implementation, workload=one.workload, status="missing", reason=MISSING)
+            why = "has a baseline, but its workload was not run"
+            cases.append(case if one.workload.id in asked else replace(case, status="not_measured", reason=why))
+    return cases
 
 
 def check_comparable(baseline: Sequence[Record], current: Sequence[Record]) -> None:
     """Raise UsageError if the machines of two runs, or of their anchors, differ in a hard fact or are not known."""
     for old, new in _judged_pairs(baseline, current):
-        here = _known_environment(old, "baseline", anchors_beside(old, baseline))
-        there = (
-            _known_environment(new, "current", anchors_beside(new, current)) if isinstance(new, Ok) else new.environment
-        )
+        here, there = _known_environment(old, "baseline", baseline), new.environment
+        if isinstance(new, Ok):
+            there = _known_environment(new, "current", current)
         if there is None or (is_anchor(old) and here.framework != there.framework):
             continue  # a worker that never started; anchors of two frameworks are not compared anyway
-        found = differences(here, there)
-        if found:
+        if found := differences(here, there):
             raise UsageError(f"the two runs are not comparable: for {new.cell.id}, {'; '.join(found)}. {MEASURE_BOTH}")
 
 
@@ -170,9 +158,8 @@ def _judged_pairs(baseline: Sequence[Record], current: Sequence[Record]) -> Iter
         yield from ((judges[one.implementation], one) for one in judged if one.implementation in judges)
 
 
-def _known_environment(record: Ok, run: str, anchors: Sequence[Record]) -> Environment:
-    """Return the environment of a record; raises UsageError if it is not known, or if anchors beside it are of another
-    machine."""
+def _known_environment(record: Ok, run: str, records: Sequence[Record]) -> Environment:
+    """Return the environment of a record; raises UsageError if it is unknown, or if anchors beside it have another."""
     here = record.environment
     if here is None or not here.device_name:
         field = "environment" if here is None else "device_name"
@@ -180,7 +167,7 @@ def _known_environment(record: Ok, run: str, anchors: Sequence[Record]) -> Envir
             f"the two runs are not comparable: the {field} of {record.cell.id} in the {run} run is unknown. "
             f"{MEASURE_BOTH}"
         )
-    for anchor in anchors:
+    for anchor in anchors_beside(record, records):
         there = anchor.environment
         if there is not None and here.device == there.device and (names := machine_differences(here, there)):
             ours, theirs = (_value_text(getattr(one, names[0])) for one in (here, there))
@@ -234,11 +221,9 @@ def _corrected(cases: Sequence[Case]) -> list[Case]:
 def compare_records(
     a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record], floor: float = STORED_FLOOR
 ) -> Comparison:
-    """Compare the times of two runs, each relative to the anchors of its own sitting.
-
-    Slower or faster only if both anchors agree. A measurement is the same as itself, whatever its anchors. Times by
-    different clocks are compared by a clock that both records hold, if there is one.
-    """
+    """Compare the times of two runs, each relative to the anchors of its own sitting. Slower or faster only if both
+    anchors agree. A measurement is the same as itself, whatever its anchors. Times by different clocks are compared by
+    a clock that both records hold, if there is one."""
     pairs: list[tuple[Ok, Ok]] = []  # the cell in both runs, then each anchor beside it
     problem = _missing_times(a, b, run_a, run_b)
     if not problem:

@@ -1,12 +1,10 @@
-"""One comparison in words: which is faster, by how much, how significant, and how small a slowdown would have been
-seen."""
+"""A comparison in words: who is faster, by how much, how surely, and how small a slowdown would have been seen."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from rich.console import Console
@@ -14,7 +12,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from attnbench.comparing.statistics import Decision, clears, published
+from attnbench.comparing.statistics import Decision, clears, launches_text, published
 from attnbench.comparison import Comparison, Launch
 from attnbench.printable import printable
 from attnbench.report import units
@@ -24,10 +22,7 @@ MOST = 1000.0
 """Largest ratio that is printed; larger ones come from intervals over one or two launches."""
 STYLES = {"faster": "green", "slower": "red", "same": "green", "inconclusive": "yellow"}
 CALIBRATION = Path(__file__).with_name("calibration.json")
-"""File with the measured error rates of verdicts.
-
-It is written by benchmarks/compare_calibration.py and equals results/cpu/compare_calibration.summary.json.
-"""
+"""File with the measured error rates of verdicts, written by benchmarks/compare_calibration.py."""
 WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
 
 
@@ -118,7 +113,7 @@ def grounds_of(comparison: Comparison) -> Grounds | None:
 def effort(comparison: Comparison) -> str:
     """Return how many launches and how much time it took, and how small a slowdown would have been seen."""
     launches = len(comparison.launches) or max((one.launches for one in comparison.estimates.values()), default=0)
-    parts = [f"{launches} launch{'' if launches == 1 else 'es'}"] if launches else []
+    parts = [launches_text(launches)] if launches else []
     if comparison.elapsed_s:
         parts.append(units.duration(comparison.elapsed_s * 1e9))
     if seen := _slowdown_text(comparison.smallest_slowdown):
@@ -184,7 +179,7 @@ class ExperimentProgress:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._status is not None:
             self._status.stop()
 
