@@ -12,8 +12,7 @@ import vl_convert
 from attnbench.errors import AttnBenchError, UsageError
 from attnbench.files import draft_of, write_texts
 from attnbench.report.html.cells import Cell, pack, unpack, winner_rows
-from attnbench.report.html.charts import LENGTHS, Chart
-from attnbench.report.html.encodings import LIGHT, VEGA_LITE, keys, ranges
+from attnbench.report.html.charts import LENGTHS, LIGHT, VEGA_LITE, Chart, keys, ranges
 from attnbench.report.html.layout import RowFilter
 from attnbench.report.html.page import Page, PageSection, one_way
 from attnbench.results.run_file import slug
