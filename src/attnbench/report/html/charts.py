@@ -1,4 +1,4 @@
-"""The charts of the page as Vega-Lite without their data: most show the cells of a section, some have rows of their own.
+"""The charts of the page as Vega-Lite without data: most show the cells of a section, some have rows of their own.
 
 The place of a label in `labels` decides its colour. Vega keeps series in plain objects, where names such as
 "constructor" are taken: it is given keys, never bare names.

@@ -37,11 +37,7 @@ class Table(Struct, frozen=True, omit_defaults=True):
 
 
 def own(
-    columns: list[Column],
-    rows: Sequence[Mapping[str, Any]],
-    sort: str,
-    descending: bool = False,
-    made_by: str = "",
+    columns: list[Column], rows: Sequence[Mapping[str, Any]], sort: str, descending: bool = False, made_by: str = ""
 ) -> Table:
     """Return a table whose rows are not cells."""
     return Table(columns, sort, rows=pack(rows), made_by=made_by, descending=descending)
@@ -49,193 +45,79 @@ def own(
 
 SHAPE = Column("shape", "shape")
 LABEL = Column("label", "implementation", "label")
+TIME = Column("ns", "time", "ns")
+PEAK = Column("peak", "peak", "bytes")
+RATE = Column("tflops", "TFLOP/s", "number")
+REMARKS = Column("notes", "remarks")
 
-WINNERS = Table(
-    [
-        SHAPE,
-        Column("label", "fastest", "label"),
-        Column("same", "same kernel", "label"),
-        Column("ns", "time", "ns"),
-        Column("next_label", "next best", "label"),
-        Column("regret", "regret of the next best", "percent"),
-        Column("certain", "certain"),
-        Column("field", "measured here", "number"),
-        Column("notes", "remarks"),
-    ],
-    sort="shape",
-    needs="ns",
-    made_by="winners",
-)
-REGRET = Table(
-    [
-        LABEL,
-        Column("shapes", "shapes", "of"),
-        Column("wins", "fastest", "number"),
-        Column("mean_regret", "regret, mean", "percent"),
-        Column("worst_regret", "regret, worst", "percent"),
-        Column("worst_shape", "worst at"),
-    ],
-    sort="shapes",
-    needs="ns",
-    made_by="regret",
-    descending=True,
-)
-SPEEDUPS = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("ns", "time", "ns"),
-        Column("half", "95 %", "half"),
-        Column("gain", "times as fast (99 %)", "gain"),
-        Column("gain_is", "category"),
-        Column("tflops", "TFLOP/s", "number"),
-        Column("tokens", "tokens/s", "number"),
-        Column("notes", "remarks"),
-    ],
-    sort="gain",
-    needs="ns",
-    made_by="speedups",
-)
-MEMORY = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("peak", "peak", "bytes"),
-        Column("theory", "theory", "bytes"),
-        Column("over", "peak / theory", "ratio"),
-        Column("method", "measured by"),
-    ],
-    sort="over",
-    needs="peak",
-    made_by="memory",
-    descending=True,
-)
-FRAGMENTATION = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("reserved", "reserved", "bytes"),
-        Column("peak", "peak", "bytes"),
-        Column("fragmentation", "fragmentation", "percent"),
-    ],
-    sort="fragmentation",
-    needs="fragmentation",
-    descending=True,
-)
-PERCENTILES = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("ns", "P50", "ns"),
-        Column("p95", "P95", "ns"),
-        Column("p99", "P99", "ns"),
-        Column("max", "max", "ns"),
-        Column("tail", "P99 / P50", "ratio"),
-        Column("samples", "samples", "number"),
-        Column("outliers", "outliers, kept", "number"),
-        Column("clock", "clock"),
-    ],
-    sort="tail",
-    needs="ns",
-    made_by="tails",
-    descending=True,
-)
-ROOFLINE = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("roofline", "share reached", "percent"),
-        Column("bound", "ceiling of the shape"),
-        Column("tflops", "TFLOP/s", "number"),
-        Column("gbs", "GB/s", "number"),
-        Column("intensity", "FLOP per byte", "number"),
-    ],
-    sort="roofline",
-    needs="roofline",
-    descending=True,
-)
-COMPILE = Table(
-    [SHAPE, LABEL, Column("compile", "compile", "ns"), Column("first", "first call", "ns")],
-    sort="compile",
-    needs="compile",
-    descending=True,
-)
-CORRECTNESS = Table(
-    [
-        SHAPE,
-        LABEL,
-        Column("verdict", "result"),
-        Column("error", "forward error", "error"),
-        Column("allowed", "allowed", "error"),
-        Column("share", "share of allowed", "percent"),
-        Column("gradient", "gradient error", "error"),
-        Column("gradient_allowed", "allowed", "error"),
-        Column("lse", "LSE error", "error"),
-        Column("deterministic", "deterministic"),
-        Column("stable", "stable at"),
-        Column("hidden_nan", "NaN behind the mask"),
-        Column("checked", "rows checked", "percent"),
-        Column("approximate", "approximate"),
-        Column("why", "why"),
-    ],
-    sort="share",
-    needs="verdict",
-    descending=True,
-)
+WINNERS = Table([
+    SHAPE, Column("label", "fastest", "label"), Column("same", "same kernel", "label"), TIME,
+    Column("next_label", "next best", "label"), Column("regret", "regret of the next best", "percent"),
+    Column("certain", "certain"), Column("field", "measured here", "number"), REMARKS,
+], "shape", "ns", made_by="winners")  # fmt: skip
+REGRET = Table([
+    LABEL, Column("shapes", "shapes", "of"), Column("wins", "fastest", "number"),
+    Column("mean_regret", "regret, mean", "percent"), Column("worst_regret", "regret, worst", "percent"),
+    Column("worst_shape", "worst at"),
+], "shapes", "ns", made_by="regret", descending=True)  # fmt: skip
+SPEEDUPS = Table([
+    SHAPE, LABEL, TIME, Column("half", "95 %", "half"), Column("gain", "times as fast (99 %)", "gain"),
+    Column("gain_is", "category"), RATE, Column("tokens", "tokens/s", "number"), REMARKS,
+], "gain", "ns", made_by="speedups")  # fmt: skip
+MEMORY = Table([
+    SHAPE, LABEL, PEAK, Column("theory", "theory", "bytes"), Column("over", "peak / theory", "ratio"),
+    Column("method", "measured by"),
+], "over", "peak", made_by="memory", descending=True)  # fmt: skip
+FRAGMENTATION = Table([
+    SHAPE, LABEL, Column("reserved", "reserved", "bytes"), PEAK, Column("fragmentation", "fragmentation", "percent"),
+], "fragmentation", "fragmentation", descending=True)  # fmt: skip
+PERCENTILES = Table([
+    SHAPE, LABEL, Column("ns", "P50", "ns"), Column("p95", "P95", "ns"), Column("p99", "P99", "ns"),
+    Column("max", "max", "ns"), Column("tail", "P99 / P50", "ratio"), Column("samples", "samples", "number"),
+    Column("outliers", "outliers, kept", "number"), Column("clock", "clock"),
+], "tail", "ns", made_by="tails", descending=True)  # fmt: skip
+ROOFLINE = Table([
+    SHAPE, LABEL, Column("roofline", "share reached", "percent"), Column("bound", "ceiling of the shape"), RATE,
+    Column("gbs", "GB/s", "number"), Column("intensity", "FLOP per byte", "number"),
+], "roofline", "roofline", descending=True)  # fmt: skip
+COMPILE = Table([
+    SHAPE, LABEL, Column("compile", "compile", "ns"), Column("first", "first call", "ns"),
+], "compile", "compile", descending=True)  # fmt: skip
+CORRECTNESS = Table([
+    SHAPE, LABEL, Column("verdict", "result"), Column("error", "forward error", "error"),
+    Column("allowed", "allowed", "error"), Column("share", "share of allowed", "percent"),
+    Column("gradient", "gradient error", "error"), Column("gradient_allowed", "allowed", "error"),
+    Column("lse", "LSE error", "error"), Column("deterministic", "deterministic"), Column("stable", "stable at"),
+    Column("hidden_nan", "NaN behind the mask"), Column("checked", "rows checked", "percent"),
+    Column("approximate", "approximate"), Column("why", "why"),
+], "share", "verdict", descending=True)  # fmt: skip
+NOT_RUN = Table([
+    Column("status", "what happened"), Column("cells", "cells", "number"), Column("labels", "implementations"),
+    Column("reason", "reason"), Column("where", "for example at"),
+], "cells", "reason", made_by="skipped", descending=True)  # fmt: skip
+
 FRAMEWORKS = [
-    SHAPE,
-    Column("torch", "best of torch", "label"),
-    Column("torch_ns", "time", "ns"),
-    Column("jax", "best of JAX", "label"),
-    Column("jax_ns", "time", "ns"),
-    Column("gain", "torch is so many times as fast (99 %)", "gain"),
-    Column("side", "faster"),
-]
+    SHAPE, Column("torch", "best of torch", "label"), Column("torch_ns", "time", "ns"),
+    Column("jax", "best of JAX", "label"), Column("jax_ns", "time", "ns"),
+    Column("gain", "torch is so many times as fast (99 %)", "gain"), Column("side", "faster"),
+]  # fmt: skip
 CACHE = [
-    SHAPE,
-    Column("cache", "KV cache", "bytes"),
-    Column("per_token", "per token of context", "bytes"),
+    SHAPE, Column("cache", "KV cache", "bytes"), Column("per_token", "per token of context", "bytes"),
     Column("scores", "scores, if they were stored", "bytes"),
-]
+]  # fmt: skip
+GROWTH = [Column("track", "shapes"), LABEL, Column("lengths", "lengths")]
 GROWTH_TIME = [
-    Column("track", "shapes"),
-    LABEL,
-    Column("lengths", "lengths"),
-    Column("time", "time ~ n to the power", "ratio"),
-    Column("time_low", "95 %", "interval"),
-    Column("time_theory", "in theory", "ratio"),
-    Column("bound", "ceiling of the shapes"),
-]
+    *GROWTH, Column("time", "time ~ n to the power", "ratio"), Column("time_low", "95 %", "interval"),
+    Column("time_theory", "in theory", "ratio"), Column("bound", "ceiling of the shapes"),
+]  # fmt: skip
 GROWTH_MEMORY = [
-    Column("track", "shapes"),
-    LABEL,
-    Column("lengths", "lengths"),
-    Column("memory", "memory ~ n to the power", "ratio"),
-    Column("memory_low", "95 %", "interval"),
-    Column("memory_theory", "in theory", "ratio"),
-    Column("memory_is", "at the long end"),
+    *GROWTH, Column("memory", "memory ~ n to the power", "ratio"), Column("memory_low", "95 %", "interval"),
+    Column("memory_theory", "in theory", "ratio"), Column("memory_is", "at the long end"),
     Column("fits", "fits until (tokens)", "number"),
-]
+]  # fmt: skip
 HISTORY = [
-    LABEL,
-    SHAPE,
-    Column("runs", "runs", "number"),
-    Column("first", "x anchors at first", "ratio"),
-    Column("last", "x anchors now", "ratio"),
-    Column("moved", "since the first", "percent"),
+    LABEL, SHAPE, Column("runs", "runs", "number"), Column("first", "x anchors at first", "ratio"),
+    Column("last", "x anchors now", "ratio"), Column("moved", "since the first", "percent"),
     Column("changes", "changes of level"),
-]
+]  # fmt: skip
 KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
-NOT_RUN = Table(
-    [
-        Column("status", "what happened"),
-        Column("cells", "cells", "number"),
-        Column("labels", "implementations"),
-        Column("reason", "reason"),
-        Column("where", "for example at"),
-    ],
-    sort="cells",
-    needs="reason",
-    made_by="skipped",
-    descending=True,
-)
