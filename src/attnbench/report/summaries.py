@@ -22,7 +22,7 @@ from attnbench.results.by_length import crossover
 from attnbench.results.families import FRAMEWORKS, OVERALL, Track, tracks
 from attnbench.results.growth import compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.recommend import compared_families, compared_tracks
-from attnbench.results.records import baseline, label
+from attnbench.results.records import baseline, label, without_result
 from attnbench.results.sentences import capped, count_notes, name_wrong, setback_sentences, speedups, wrong_sentences
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
@@ -405,16 +405,10 @@ def _wrapped(text: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _lost(records: Sequence[Record]) -> list[str]:
+def _lost(records: Iterable[Record]) -> list[str]:
     """Return a line per reason with the implementations that it kept from a result; the most frequent reason first."""
-    groups: dict[tuple[str, str], Counter[str]] = {}
-    for record in records:
-        if not isinstance(record, Ok):
-            key = (record.status.replace("_", " "), " ".join(record.reason.split()))
-            groups.setdefault(key, Counter())[label(record)] += 1
-    found = sorted(groups.items(), key=lambda item: -item[1].total())
     lines: list[str] = []
-    for (status, reason), names in found:
-        told = ", ".join(capped(list(names), MOST_NAMES, "{} more"))
+    for (status, reason), group in sorted(without_result(records).items(), key=lambda item: -len(item[1])):
+        told = ", ".join(capped(list(dict.fromkeys(map(label, group))), MOST_NAMES, "{} more"))
         lines.append(textwrap.shorten(f"{status}: {told}: {reason}", WIDTH, placeholder=" ..."))
     return lines

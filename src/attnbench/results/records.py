@@ -85,6 +85,15 @@ def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     return groups
 
 
+def without_result(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Return status in words and reason -> the records that have no result for it, in the order they were made."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if not isinstance(record, Ok):
+            groups.setdefault((record.status.replace("_", " "), record.reason), []).append(record)
+    return groups
+
+
 def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:
     """Return the name of what the others are compared with: the one named by `against`, else the plain one of the
     first framework that was timed."""

@@ -25,6 +25,7 @@ from attnbench.results.records import (
     label,
     labelled,
     sitting_of,
+    without_result,
 )
 from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Setback, Standing, Standings
 from attnbench.results.tally import Tally
@@ -344,11 +345,9 @@ def count_notes(records: Iterable[Record]) -> list[str]:
 
 def not_run(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     """Return reason -> implementations that were refused for it, each once; the reason that most share first."""
-    groups: dict[str, dict[str, None]] = {}
-    for record in records:
-        if isinstance(record, Unsupported):
-            groups.setdefault(record.reason, {})[label(record)] = None
-    return sorted(((reason, list(names)) for reason, names in groups.items()), key=lambda item: -len(item[1]))
+    groups = without_result(record for record in records if isinstance(record, Unsupported))
+    found = [(reason, list(dict.fromkeys(map(label, group)))) for (_, reason), group in groups.items()]
+    return sorted(found, key=lambda item: -len(item[1]))
 
 
 def name_wrong(records: Iterable[Record]) -> str:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
-from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
+from attnbench.report.html.sections import Section, ShapeNames, length_text, name_shapes
 from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
 from attnbench.results.standings import Row, Setback, Standings
@@ -142,16 +142,11 @@ def _gains(standings: Standings, baselines: Sequence[str]) -> dict[tuple[int, st
 
 def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
     workload = record.workload
-    cell: Cell = {
+    cell: Cell = names.fields(workload) | {
         "label": label(record),
         "framework": framework_of(record),
-        "workload": workload.id,
-        "shape": names.shape(workload),
         "family": names.family(workload),
-        "track": names.track(workload),
-        "kind": kind_words(workload),
         "model": names.model(workload) or None,
-        "pass": workload.pass_,
         "batch": workload.batch,
         "len": workload.kv_len,
         "length": length_text(workload),
@@ -168,7 +163,6 @@ def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
             "reserved": memory.reserved_bytes,
             "fragmentation": memory.fragmentation,
             "method": short(memory.method or memory.reason or "") or None,
-            "largest": record.errors.max_abs,
             "deterministic": "yes" if record.deterministic else "no",
             "checked": record.verified_at.share,
             "approximate": "declared" if record.approximate else None,
@@ -183,9 +177,9 @@ def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
     return cell
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = LONGEST) -> str:
     """Return as much of a reason, note or kernel as the page shows; the documents beside the page have all of it."""
-    return f"{text[: LONGEST - 1]}…" if len(text) > LONGEST else text
+    return f"{text[: most - 1]}…" if len(text) > most else text
 
 
 def _timing(record: Ok) -> Cell:
@@ -212,7 +206,7 @@ def _timing(record: Ok) -> Cell:
         "bound": cost.bound or None,
         "compile": record.compile_ns or None,
         "first": record.first_call_ns,
-        "notes": "; ".join(map(short, notes_of(record))) or None,
+        "notes": "; ".join(short(note) for note in notes_of(record)) or None,
         "host": host_limit(record),
     }
 

@@ -141,6 +141,11 @@ class ShapeNames(Struct, frozen=True):
         """Return the name of a shape in the model it was taken from, such as "pi0 denoise"; empty for any other."""
         return " ".join(workload.tags) if self.named and workload.source else ""
 
+    def fields(self, workload: Workload) -> dict[str, str]:
+        """Return the fields of a row by which the page names and filters a shape."""
+        kind = f"batch {workload.batch} · {kind_of(workload)}"
+        return {"shape": self.shape(workload), "workload": workload.id, "kind": kind, "pass": workload.pass_}
+
     def _words(self, workload: Workload, but: str = "") -> list[str]:
         words = axis_words(workload, self.digests)
         return [word for name, word in words.items() if word and name in self.varying and name != but]
@@ -181,11 +186,6 @@ def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
         "dtype": workload.dtype,
         "extras": " ".join(f"{name} {value}" for name, value in workload.extras.items()),
     }
-
-
-def kind_words(workload: Workload) -> str:
-    """Return the kind of shapes in the words of the answer, for the filter."""
-    return f"batch {workload.batch} · {kind_of(workload)}"
 
 
 def length_text(workload: Workload) -> str:

@@ -13,22 +13,13 @@ from msgspec import Struct
 from attnbench.report.html import charts, tables
 from attnbench.report.html.cells import FARTHEST, Cells, short, winner_rows
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.history import (
-    History,
-    describe_search,
-    explain_no_history,
-    name_runs,
-    of_section,
-    point_rows,
-    trend_rows,
-)
 from attnbench.report.html.layout import line_choices
-from attnbench.report.html.sections import Section, ShapeNames, kind_words
+from attnbench.report.html.sections import ShapeNames
 from attnbench.report.html.tables import Table, own
 from attnbench.results.families import tracks
 from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE
-from attnbench.results.records import framework_of, is_timed, label
+from attnbench.results.records import framework_of, is_timed, label, without_result
 from attnbench.results.sentences import CANNOT_TELL, capped, category, counted, format_ratio
 from attnbench.spec import Cost, Ok, Record
 
@@ -60,47 +51,49 @@ class View(Struct, frozen=True):
 
 def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]:
     """Return every view that a section has data for, and a line for those that a reader would miss."""
+    cached, launched = kv_cache(cells), kernels(cells)
     views = [
         *_speed(cells, labels),
         _memory(cells, labels),
         *_growth(cells),
-        own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
-                 own(tables.CACHE, kv_cache(cells), "cache", True)),
-        _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
-                "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
-                "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION)),
-        _roofline(cells, labels),
-        _if_any(cells, "ns", View("percentiles", "Latency percentiles",
-                "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
-                table=tables.PERCENTILES)),
-        _if_any(cells, "compile", View("compile", "Compile time", "Once per shape, before anything is timed.",
-                [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
-                tables.COMPILE), "Nothing that was timed had to be compiled."),
+        _shown(View("cache", "KV cache",
+                    "What keys and values of the whole context take in memory, whoever reads them.",
+                    table=own(tables.CACHE, cached, "cache", True)), cached),
+        _shown(View("fragmentation", "Fragmentation",
+                    "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
+                    "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION),
+               _holds(cells, "fragmentation")),
+        _shown(View("roofline", "Roofline",
+                    "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
+                    "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an "
+                    "implementation at 2 % of its ceiling is bound by something else.",
+                    [charts.roofline(labels, roofs(cells))], tables.ROOFLINE),
+               _holds(cells, "roofline"), "No ceiling was measured for this device and precision."),
+        _shown(View("percentiles", "Latency percentiles",
+                    "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
+                    table=tables.PERCENTILES), _holds(cells, "ns")),
+        _shown(View("compile", "Compile time", "Once per shape, before anything is timed.",
+                    [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
+                    tables.COMPILE), _holds(cells, "compile"), "Nothing that was timed had to be compiled."),
         _correctness(cells, labels),
         _frameworks(cells),
         history,
-        own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
-                 own(tables.KERNELS, kernels(cells), "label", made_by="kernels"), "No run was profiled."),
-        View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.", table=tables.NOT_RUN)
-        if any(cell["status"] != "ok" for cell in cells.rows)
-        else View("not-run", "Skipped or failed", empty="Everything that was asked for ran and was right."),
+        _shown(View("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
+                    table=own(tables.KERNELS, launched, "label", made_by="kernels")), launched, "No run was profiled."),
+        _shown(View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
+                    table=tables.NOT_RUN), any(cell["status"] != "ok" for cell in cells.rows),
+               "Everything that was asked for ran and was right."),
     ]  # fmt: skip
     return [view for view in views if view is not None]
 
 
-def own_view(
-    name: str, title: str, note: str, table: Table, empty: str = "", drawn: Sequence[Chart] = ()
-) -> View | None:
-    """Return a view of one table; without rows its reason, without a reason None."""
-    if table.rows is not None and table.rows["count"]:
-        return View(name, title, note, list(drawn), table)
-    return View(name, title, empty=empty) if empty else None
+def _shown(view: View, there: Sequence[object] | bool, empty: str = "") -> View | None:
+    """Return the view if there is something to see, else its title with the reason; without a reason None."""
+    return view if there else View(view.name, view.title, empty=empty) if empty else None
 
 
-def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | None:
-    if any(cell.get(field) is not None for cell in cells.rows):
-        return view
-    return View(view.name, view.title, empty=empty) if empty else None
+def _holds(cells: Cells, field: str) -> bool:
+    return any(cell.get(field) is not None for cell in cells.rows)
 
 
 def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
@@ -108,15 +101,8 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     time = charts.against_length(
         "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6", choices=choices
     )
-    rate = charts.against_length(
-        "rate",
-        labels,
-        "tflops",
-        "Rate (TFLOP/s)",
-        low="datum.tflops * datum.ns / datum.high",
-        high="datum.tflops * datum.ns / datum.low",
-        choices=choices,
-    )
+    low, high = "datum.tflops * datum.ns / datum.high", "datum.tflops * datum.ns / datum.low"
+    rate = charts.against_length("rate", labels, "tflops", "Rate (TFLOP/s)", low, high, choices=choices)
     fastest = sorted({row["label"] for row in winner_rows(cells.rows)})
     winners = View(
         "winners",
@@ -148,12 +134,12 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         f"if the interval stays within {GOOD:g} times either way; else it cannot tell, and more rounds would.",
         table=tables.SPEEDUPS,
     )
-    nothing = explain_nothing_timed(cells.records)
+    timed = _holds(cells, "ns")
     return [
-        _if_any(cells, "ns", winners, nothing),
-        _if_any(cells, "ns", regret),
-        _if_any(cells, "ns", length),
-        _if_any(cells, "gain0", speedups, "Nothing was timed that could be compared."),
+        _shown(winners, timed, explain_nothing_timed(cells.records)),
+        _shown(regret, timed),
+        _shown(length, timed),
+        _shown(speedups, _holds(cells, "gain0"), "Nothing was timed that could be compared."),
     ]
 
 
@@ -170,9 +156,9 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
         "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
         f" {FEW}{_beside(cells)}"
     )
-    view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     why = next((f": {cell['method']}" for cell in cells.rows if cell.get("method")), "")
-    return _if_any(cells, "peak", view, f"No peak was measured{why}.")
+    view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
+    return _shown(view, _holds(cells, "peak"), f"No peak was measured{why}.")
 
 
 def _growth(cells: Cells) -> list[View | None]:
@@ -182,39 +168,28 @@ def _growth(cells: Cells) -> list[View | None]:
         "Exponents over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2). Two lengths have no interval."
     )
     return [
-        own_view("growth-time", "Growth of time with length",
-                 f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the implementation.",
-                 own(tables.GROWTH_TIME, time, "track"),
-                 "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
-        own_view("growth-memory", "Growth of memory with length",
-                 f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
-                 "those that store the scores, up to 8 times the longest length measured.",
-                 own(tables.GROWTH_MEMORY, memory, "track")),
+        _shown(View("growth-time", "Growth of time with length",
+                    f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the "
+                    "implementation.", table=own(tables.GROWTH_TIME, time, "track")), time,
+               "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
+        _shown(View("growth-memory", "Growth of memory with length",
+                    f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
+                    "those that store the scores, up to 8 times the longest length measured.",
+                    table=own(tables.GROWTH_MEMORY, memory, "track")), memory),
     ]  # fmt: skip
-
-
-def _roofline(cells: Cells, labels: Sequence[str]) -> View | None:
-    note = (
-        "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
-        "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an implementation at 2 % "
-        "of its ceiling is bound by something else."
-    )
-    view = View("roofline", "Roofline", note, [charts.roofline(labels, roofs(cells))], tables.ROOFLINE)
-    return _if_any(cells, "roofline", view, "No ceiling was measured for this device and precision.")
 
 
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
     beyond = any(cell.get("share", 0) > FARTHEST for cell in cells.rows)
     title = "Error / error allowed" + (f" ({FARTHEST:.0f}: as much or more)" if beyond else "")
     drawn = [charts.strip("correctness", labels, "datum.drawn_share", title, "drawn_share", limit=1)]
-    if not any("drawn_share" in cell for cell in cells.rows):
-        drawn = []
     note = (
         "Relative error against float64, of the output or of the gradients, whichever made more of what it may. What "
         "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and "
         "has no time."
     )
-    return _if_any(cells, "verdict", View("correctness", "Correctness", note, drawn, tables.CORRECTNESS))
+    shown = drawn if _holds(cells, "drawn_share") else []
+    return _shown(View("correctness", "Correctness", note, shown, tables.CORRECTNESS), _holds(cells, "verdict"))
 
 
 def _frameworks(cells: Cells) -> View | None:
@@ -226,22 +201,8 @@ def _frameworks(cells: Cells) -> View | None:
         "too close to call, or cannot be told."
     )
     drawn = [charts.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
-    table = own(tables.FRAMEWORKS, rows, "gain", True)
-    return own_view("frameworks", "torch next to JAX", note, table, "No shape was timed in both frameworks.", drawn)
-
-
-def history_view(history: History, section: Section, cells: Cells, labels: Sequence[str]) -> View:
-    """Return the view of how the times of a section changed over its runs."""
-    trends = of_section(history, section)
-    if not trends:
-        return View("history", "History", empty=explain_no_history(history, section))
-    note = (
-        "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
-        f"the whole machine down moves nothing here. {name_runs(history)} {describe_search(trends)}"
-    )
-    chart = charts.history(labels, point_rows(trends, cells.names))
-    table = own(tables.HISTORY, trend_rows(trends, cells.names), "moved", True)
-    return View("history", "History", note, [chart], table)
+    view = View("frameworks", "torch next to JAX", note, drawn, own(tables.FRAMEWORKS, rows, "gain", True))
+    return _shown(view, rows, "No shape was timed in both frameworks.")
 
 
 def side_by_side(cells: Cells) -> Rows:
@@ -254,31 +215,11 @@ def side_by_side(cells: Cells) -> Rows:
         if both is None or ours is None or theirs is None:
             continue
         ratio = both.ratio(ours, theirs)
-        rows.append(
-            _shape(both.ranked[ours], cells.names)
-            | {
-                "torch": ours,
-                "torch_ns": both.times[ours],
-                "jax": theirs,
-                "jax_ns": both.times[theirs],
-                "gain": ratio.value,
-                "gain_low": ratio.low,
-                "gain_high": ratio.high,
-                "gain_text": format_ratio(ratio),
-                "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
-            }
-        )
+        times = {"torch": ours, "torch_ns": both.times[ours], "jax": theirs, "jax_ns": both.times[theirs]}
+        gain = {"gain": ratio.value, "gain_low": ratio.low, "gain_high": ratio.high, "gain_text": format_ratio(ratio)}
+        side = CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign]
+        rows.append(cells.names.fields(both.workload) | times | gain | {"side": side})
     return rows
-
-
-def _shape(record: Record, names: ShapeNames) -> dict[str, Any]:
-    workload = record.workload
-    return {
-        "shape": names.shape(workload),
-        "workload": workload.id,
-        "kind": kind_words(workload),
-        "pass": workload.pass_,
-    }
 
 
 def kv_cache(cells: Cells) -> Rows:
@@ -287,7 +228,7 @@ def kv_cache(cells: Cells) -> Rows:
     for record in cells.records:
         if isinstance(record, Ok) and record.memory.kv_cache_bytes:
             workload = record.workload
-            rows[workload.id] = _shape(record, cells.names) | {
+            rows[workload.id] = cells.names.fields(workload) | {
                 "cache": record.memory.kv_cache_bytes,
                 "per_token": round(record.memory.kv_cache_bytes / (workload.batch * workload.kv_len)),
                 "scores": record.memory.scores_bytes or None,
@@ -299,7 +240,7 @@ def kernels(cells: Cells) -> Rows:
     """Return the kernels that each cell launched; the page joins shapes that launched the same."""
     return [
         {"label": label(record), "framework": framework_of(record)}
-        | _shape(record, cells.names)
+        | cells.names.fields(record.workload)
         | {"kernels": "\n".join(capped([*map(short, record.kernels)], MOST_KERNELS))}
         for record in cells.records
         if isinstance(record, Ok) and record.kernels
@@ -318,19 +259,15 @@ def explain_nothing_timed(records: Iterable[Record]) -> str:
 
 def not_run(records: Iterable[Record], names: ShapeNames) -> Rows:
     """Return a row per reason for the cells without a result."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if not isinstance(record, Ok):
-            groups.setdefault((record.status, record.reason), []).append(record)
     return [
         {
-            "status": status.replace("_", " "),
+            "status": status,
             "cells": len(group),
             "labels": ", ".join(capped(list(dict.fromkeys(map(label, group))), MOST_NAMES)),
-            "reason": reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 1]}…",
+            "reason": short(reason, LONGEST_REASON),
             "where": names.shape(group[0].workload),
         }
-        for (status, reason), group in groups.items()
+        for (status, reason), group in without_result(records).items()
     ]
 
 
@@ -381,7 +318,7 @@ def growth_rows(records: Iterable[Record], names: ShapeNames) -> Rows:
                 "pass": track.family.pass_,
                 "track": names.track(shapes[0]) if shapes else "",
                 # What the filters look at, a line for each shape.
-                "words": "\n".join(f"{w.id} {names.shape(w)} {kind_words(w)}" for w in shapes),
+                "words": "\n".join("{workload} {shape} {kind}".format(**names.fields(w)) for w in shapes),
             }
             if time is not None:
                 row |= _fit_fields("time", time) | {"bound": ceiling}
