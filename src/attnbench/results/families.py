@@ -48,9 +48,13 @@ class Family(Struct, frozen=True, kw_only=True):
     @property
     def shapes(self) -> str:
         """One line for people, without the device and the framework."""
-        heads = head_words(self.heads, self.head_dim)
-        facts = [self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
+        facts = [self.shape, self.head_words, self.mask, self.dtype, self.pass_, self.extras]
         return " · ".join(fact for fact in facts if fact)
+
+    @property
+    def head_words(self) -> str:
+        """Heads and their width: 32:8 heads of 128."""
+        return f"{self.heads} head{'' if self.heads == '1' else 's'} of {self.head_dim}"
 
 
 class Track(Struct, frozen=True, kw_only=True):
@@ -73,11 +77,6 @@ Tracks = dict[Track, dict[str, list[Record]]]
 """Track -> name of the implementation -> its records, shortest first, one per length."""
 
 
-def head_words(heads: str, width: str) -> str:
-    """Return heads and their width in words: 32:8 heads of 128."""
-    return f"1 head of {width}" if heads == "1" else f"{heads} heads of {width}"
-
-
 def length(workload: Workload) -> int:
     """Return the tokens that grow along a track: the keys, and the queries with them unless their number is fixed."""
     return workload.kv_len
@@ -85,15 +84,11 @@ def length(workload: Workload) -> int:
 
 def family_of(record: Record) -> Family:
     """Return the family that a record belongs to."""
-    return _family(record.workload, device_of(record), framework_of(record))
+    return family_of_shape(record.workload, device_of(record), framework_of(record))
 
 
-def kind_of(workload: Workload) -> str:
-    """Return the words of a family for a workload, without device and framework."""
-    return _family(workload).shapes
-
-
-def _family(w: Workload, device: str = "", framework: str = "") -> Family:
+def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Family:
+    """Return the family of a workload; its words do without the device and the framework."""
     return Family(
         device=device,
         framework=framework,
@@ -116,10 +111,7 @@ def _mask_words(workload: Workload) -> str:
 
 def tracks(records: Iterable[Record]) -> Tracks:
     """Return every track of the records, without the anchors; of several records of one cell the last."""
-    cells: dict[tuple[Family, str], Record] = {}
-    for record in records:
-        if not is_anchor(record):
-            cells[family_of(record), record.cell.id] = record
+    cells = {(family_of(record), record.cell.id): record for record in records if not is_anchor(record)}
     families: dict[Family, list[Record]] = {}
     for (family, _), record in cells.items():
         families.setdefault(family, []).append(record)

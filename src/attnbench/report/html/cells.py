@@ -12,14 +12,13 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench.measuring.rates import host_limit, notes_of
-from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
+from attnbench.report.html.layout import Cell, WinnerMap, lay_out, set_beside
 from attnbench.report.html.sections import Section, ShapeNames, length_text, name_shapes
 from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
 from attnbench.results.standings import Row, Setback, Standings
 from attnbench.spec import Errors, Incorrect, Ok, Record
 
-Cell = dict[str, Any]
 LONGEST = 2000
 """Characters of a text on the page; names of kernels may have a thousand."""
 MOST_BASELINES = 6

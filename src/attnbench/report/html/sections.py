@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 from msgspec import Struct, field
 
-from attnbench.results.families import FRAMEWORKS, head_words, kind_of
-from attnbench.results.records import is_anchor, is_timed
+from attnbench.results.families import FRAMEWORKS, family_of_shape
+from attnbench.results.records import is_anchor, is_timed, machine_differences
 from attnbench.results.run_file import Run
 from attnbench.spec import Environment, Record, Workload
 
@@ -56,13 +57,9 @@ class Section(Struct):
     def admits(self, environments: Mapping[str, Environment]) -> bool:
         """Return whether times measured there may stand beside those of this section: on one machine, with every
         framework that both know in the same versions. A library that only one of them has makes no difference."""
-
-        def one_machine(a: Environment, b: Environment) -> bool:
-            known = (name for name in MACHINE if getattr(a, name) and getattr(b, name))
-            return all(getattr(a, name) == getattr(b, name) for name in known)
-
+        pairs = product(self.environments.values(), environments.values())
         both = self.environments.keys() & environments.keys()
-        return all(one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
+        return not any(machine_differences(a, b, MACHINE) for a, b in pairs) and all(
             self.environments[name].agrees(environments[name]) for name in both
         )
 
@@ -143,7 +140,7 @@ class ShapeNames(Struct, frozen=True):
 
     def fields(self, workload: Workload) -> dict[str, str]:
         """Return the fields of a row by which the page names and filters a shape."""
-        kind = f"batch {workload.batch} · {kind_of(workload)}"
+        kind = f"batch {workload.batch} · {family_of_shape(workload).shapes}"
         return {"shape": self.shape(workload), "workload": workload.id, "kind": kind, "pass": workload.pass_}
 
     def _words(self, workload: Workload, but: str = "") -> list[str]:
@@ -170,26 +167,20 @@ def _names(workloads: Sequence[Workload], digests: bool, named: bool) -> ShapeNa
 
 def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
     """Return every axis except batch and length in a word or two; empty if there is nothing to say."""
-    heads = f"{workload.heads}" if workload.heads == workload.kv_heads else f"{workload.heads}:{workload.kv_heads}"
-    width = f"{workload.head_dim}"
-    if workload.value_dim != workload.head_dim:
-        width += f"/{workload.value_dim}"
     mask = workload.visible_mask.id
     for kind in workload.visible_mask.kinds:  # ids write block_causal as one word
         mask = re.sub(rf"\b{kind.replace('_', '')}(?![a-z])", kind, mask)
-    queries = "1 query" if workload.q_len == 1 else f"{workload.q_len} queries"
+    family = family_of_shape(workload)
     return {
         "pass": workload.pass_,
-        "queries": "" if workload.q_len == workload.kv_len else queries,
-        "heads": head_words(heads, width),
+        "queries": "" if workload.q_len == workload.kv_len else "1 query" if workload.q_len == 1 else f"{workload.q_len} queries",
+        "heads": family.head_words,
         "mask": mask if digests else DIGEST.sub("", mask),
         "dtype": workload.dtype,
-        "extras": " ".join(f"{name} {value}" for name, value in workload.extras.items()),
+        "extras": family.extras,
     }
 
 
 def length_text(workload: Workload) -> str:
     """Return the length as text: 512, or 11 x 827 if queries and keys differ in number."""
-    if workload.q_len == workload.kv_len:
-        return f"{workload.q_len}"
-    return f"{workload.q_len} x {workload.kv_len}"
+    return f"{workload.q_len}" if workload.q_len == workload.kv_len else f"{workload.q_len} x {workload.kv_len}"
