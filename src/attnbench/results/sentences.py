@@ -20,10 +20,12 @@ from attnbench.results.records import (
     baseline,
     by_workload,
     clock_of,
+    device_of,
     is_one_machine,
     is_timed,
     label,
     labelled,
+    named_record,
     sitting_of,
     without_result,
 )
@@ -133,11 +135,12 @@ class Speedup(Struct, frozen=True, kw_only=True):
 def speedups(standing: Standing, base: str) -> Iterator[Speedup]:
     """Yield every other record that was timed together with the baseline; nothing if the baseline was not timed."""
     timed = [row.record for row in standing.rows if is_timed(row.record)]
-    named = [one for one in timed if label(one) == base] or [one for one in timed if one.implementation == base]
-    for record in timed if named else ():
-        other, name = named[0], label(record)
-        together = (clock_of(record), sitting_of(record)) == (clock_of(other), sitting_of(other))
-        if record is other or not together or not is_one_machine(record, other):
+    other = named_record(timed, base)
+    for record in timed:
+        name = label(record)
+        if other is None or record is other or not is_one_machine(record, other):
+            continue
+        if (clock_of(record), sitting_of(record)) != (clock_of(other), sitting_of(other)):
             continue
         ranked = {name, label(other)} <= standing.ranked.keys()
         if not ranked:
@@ -150,7 +153,7 @@ def speedups(standing: Standing, base: str) -> Iterator[Speedup]:
             implementation=name,
             workload=record.workload.id,
             baseline=base,
-            device="" if record.environment is None else record.environment.device_name,
+            device=device_of(record),
             ratio=ratio,
             category=category(ratio),
             approximate=record.approximate,

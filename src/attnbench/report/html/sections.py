@@ -171,9 +171,10 @@ def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
     for kind in workload.visible_mask.kinds:  # ids write block_causal as one word
         mask = re.sub(rf"\b{kind.replace('_', '')}(?![a-z])", kind, mask)
     family = family_of_shape(workload)
+    queries = "1 query" if workload.q_len == 1 else f"{workload.q_len} queries"
     return {
         "pass": workload.pass_,
-        "queries": "" if workload.q_len == workload.kv_len else "1 query" if workload.q_len == 1 else f"{workload.q_len} queries",
+        "queries": "" if workload.q_len == workload.kv_len else queries,
         "heads": family.head_words,
         "mask": mask if digests else DIGEST.sub("", mask),
         "dtype": workload.dtype,
