@@ -12,14 +12,13 @@ from math import exp, log
 
 from msgspec import structs
 
-from attnbench.measuring.rates import describe_host_limit
-from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure, workloads
+from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
 from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
 from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
 from attnbench.results.records import BASELINES, device_of, framework_of, matches
-from attnbench.results.sentences import all_of, format_ratio, format_span, slightly_apart, vague
+from attnbench.results.sentences import all_of, counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.results.standings import Standing, Standings
 from attnbench.results.tally import Tally, Verdict
 from attnbench.spec import PASSES, Ok, Record
@@ -99,7 +98,7 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
         kind, text = "winner", f"use {best}, {_gain(verdict)} as fast as {other}, the next"
     elif verdict.apart and verdict.never_behind:
         ahead = sum(ratio.sign > 0 for ratio in verdict.each)
-        text = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        text = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {counted(len(pairs), 'workload')}"
     elif verdict.sign < 0 or verdict.apart:
         text = f"no one is fastest everywhere, choose by shape: {best} is unbeaten most often"
     else:
@@ -108,9 +107,9 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
     if gain is not None:
         figures += gain[1]
         text += f"; {best.name} is {gain[0]}"
-    text += _host_words(tally, best.name)
+    text += _host_words(tally)
     every, led = len(tally.standings), tally.led(best.names)
-    extent = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
+    extent = f"unbeaten on {led} of {counted(every, 'workload')}" if every > 1 else "1 workload"
     if len(pairs) < every:
         extent += f", both ran on {len(pairs)}"
     elsewhere = "" if other in best.same else _first_elsewhere(tally, best.names)
@@ -154,12 +153,16 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
     device, framework, pass_ = key
     best, every = tally.recommended, len(tally.standings)
     won, led = tally.won(best.names), tally.led(best.names)
+
+    def shapes(count: int) -> str:
+        return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
+
     if len(tally.names) == 1:
         text = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
     elif not won:
-        text = f"{best}: on {_shapes(led, every)} no other is significantly faster"
+        text = f"{best}: on {shapes(led)} no other is significantly faster"
     else:
-        text = f"{best} leads on {_shapes(won, every)}"
+        text = f"{best} leads on {shapes(won)}"
         text += f", and on {led - won} more no other is significantly faster" if led > won else ""
     gain = _over_plain(tally, against=against)
     if gain is None and (other := tally.next_best()) is not None:
@@ -168,7 +171,7 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
     if gain is not None:
         figures += gain[1]
         text += f", {gain[0]}"
-    text += _host_words(tally, best.name)
+    text += _host_words(tally)
     title = f"{FRAMEWORKS.get(framework, framework)}, {pass_}"
     return Recommendation(
         kind="overall",
@@ -179,10 +182,6 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
         figures=tuple(figures),
         pick=Pick(name=best.name, same=best.same, gain="" if gain is None else gain[0], led=led, of=every),
     )
-
-
-def _shapes(count: int, every: int) -> str:
-    return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
 
 
 def _rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -> list[Figure]:
@@ -223,10 +222,10 @@ def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
     return f"{text}{where}", _rests_on(name, other, pairs, verdict)
 
 
-def _host_words(tally: Tally, name: str) -> str:
-    """Return what must be added if the one recommended waits for its host, so that its kernel time is not its time."""
-    limit = describe_host_limit(one.ranked[name] for one in tally.standings.values() if name in one.ranked)
-    return f"; {name} is {limit}" if limit else ""
+def _host_words(tally: Tally) -> str:
+    """Return what must be added if the one recommended waits for its host."""
+    limit = tally.host_limit(tally.recommended.name)
+    return f"; {tally.recommended.name} is {limit}" if limit else ""
 
 
 def _gain(verdict: Verdict) -> str:

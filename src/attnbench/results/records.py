@@ -107,8 +107,8 @@ def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | No
 
 def named_record(timed: Sequence[Ok], name: str | None) -> Ok | None:
     """Return the first record with this label, else the first of this implementation; None without either."""
-    labelled = (record for record in timed if label(record) == name)
-    return next(labelled, next((record for record in timed if record.implementation == name), None))
+    by_label = (record for record in timed if label(record) == name)
+    return next(by_label, next((record for record in timed if record.implementation == name), None))
 
 
 def labelled(base: str | None, records: Sequence[Record]) -> str | None:

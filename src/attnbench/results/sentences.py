@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.measuring.rates import HOST_LIMITED, describe_host_limit, notes_of
+from attnbench.measuring.rates import HOST_LIMITED, notes_of
 from attnbench.measuring.sampling import WAITED
 from attnbench.printable import shortened
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
@@ -31,7 +31,7 @@ from attnbench.results.records import (
 )
 from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Setback, Standing, Standings
 from attnbench.results.tally import Tally
-from attnbench.spec import Incorrect, Ok, Record, Unsupported
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Unsupported
 
 CANNOT_TELL = "cannot tell"
 NO_DIFFERENCE = "no significant difference"
@@ -214,8 +214,7 @@ def _verdict(tally: Tally, base: str | None, focus: Sequence[str]) -> str:
     for name in focus:
         if name in tally.names and name not in (*best.names, base):
             tail += f". {_comparison(tally, name, best.name)}"
-    mine = (one.ranked[best.name] for one in tally.standings.values() if best.name in one.ranked)
-    if host := describe_host_limit(mine):
+    if host := tally.host_limit(best.name):
         tail += f". {best.name} is {host}"
     other = tally.next_best() if base is None or base in best.names else base
     if tally.won(best.names):
@@ -302,25 +301,24 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
 
 
 def setback_sentences(found: Iterable[Setback]) -> list[str]:
-    """Return a sentence per implementation whose older times are left out because a newer run found it incorrect, and
-    one per implementation whose older times count though a newer run has none."""
+    """Return a sentence per implementation whose older times a newer run contradicts (they are left out) or lacks (they
+    count)."""
     groups: dict[tuple[str, bool, bool], dict[str, Setback]] = {}
     for one in found:
         groups.setdefault((label(one.record), one.is_wrong, one.right_elsewhere), {})[one.record.workload.id] = one
     sentences = []
     for (name, is_wrong, right_elsewhere), shapes in sorted(groups.items(), key=lambda item: not item[0][1]):
         newer, on = next(iter(shapes.values())).newer, counted(len(shapes), "shape")
-        why = f"{newer.status.replace('_', ' ')}: {shortened(newer.reason).rstrip('.')}"
-        if right_elsewhere:
-            text = (
-                f"is left out on {on} with the versions, threads and processor of a newer run that found it incorrect."
-            )
-        elif is_wrong:
-            text = f"is left out on {on}: a newer run found it incorrect."
-        else:
-            text = f"is compared by older times on {on}: a newer run has none ({why})."
-        sentences.append(f"{name} {text}")
+        text = f"is compared by older times on {on}: a newer run has none ({_why(newer)})"
+        if is_wrong:
+            of = " with the versions, threads and processor of a newer run that" if right_elsewhere else ": a newer run"
+            text = f"is left out on {on}{of} found it incorrect"
+        sentences.append(f"{name} {text}.")
     return sentences
+
+
+def _why(lost: Failed | OutOfMemory | Timeout | Unsupported | Incorrect) -> str:
+    return f"{lost.status.replace('_', ' ')}: {shortened(lost.reason).rstrip('.')}"
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
@@ -330,8 +328,7 @@ def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str
         own = [record for record in records if record.implementation == name]
         lost = [record for record in own if not isinstance(record, Ok | Incorrect)]
         if lost and len(lost) == len(own):
-            status = lost[0].status.replace("_", " ")
-            sentences.append(f"{name} is not ranked: {status}: {shortened(lost[0].reason).rstrip('.')}.")
+            sentences.append(f"{name} is not ranked: {_why(lost[0])}.")
     return sentences
 
 

@@ -169,7 +169,7 @@ class Standing:
 
 
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
-    """Return the rows of one workload and run: exact ones by time, approximate ones, and the rest with their reasons."""
+    """Return the rows of one workload and run: exact ones by time, approximate ones, the rest with their reasons."""
     return list(standing_of(records, base).rows)
 
 
