@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct, structs
 
 from attnbench.errors import UnknownName
-from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
+from attnbench.policy import Constraints, Place, Shape, shape_of
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import Setback, Standing, Standings, by_date, setbacks, supersedes
+from attnbench.results.standings import Places, Setback, Standing, Standings, by_date, setbacks, supersedes
 from attnbench.spec import Ok, Record
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -94,7 +94,7 @@ def _why_too_inexact(record: Ok, limit: float) -> str | None:
     known = [error for error in errors.values() if error is not None]
     if any(not error <= limit for error in known):
         return f"has an error of {max(known):.1e}"
-    needed = ("forward", "backward") if record.workload.pass_ == "train" else (record.workload.pass_,)
+    needed = errors if record.workload.pass_ == "train" else (record.workload.pass_,)
     return "its error is unknown" if any(errors[part] is None for part in needed) else None
 
 
@@ -181,20 +181,20 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
     The whole run is ranked, device by device, before candidates are selected: records that may not be chosen still
     decide by which clock a workload is compared.
     """
-    places: dict[tuple[str, str, str], Place] = {}
-    for record in candidates:
-        assert record.environment is not None
-        place = place_of(structs.replace(record.environment, framework=framework_of(record)))
-        places[device_of(record), framework_of(record), record.cell.id] = place
-    for device in dict.fromkeys(device_of(record) for record in records):
-        for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
-            rows = {(device, framework_of(row.record), row.record.cell.id) for row in whole.rows}
-            here = {places[key].key: places[key] for key in rows & places.keys()}
-            for place in here.values():
 
-                def is_candidate(record: Record, place: Place = place) -> bool:
-                    found = places.get((device_of(record), framework_of(record), record.cell.id))
-                    return found is not None and found.key == place.key
+    def cell_of(record: Record) -> tuple[str, str, str]:
+        return device_of(record), framework_of(record), record.cell.id
+
+    known = Places()
+    places = {cell_of(record): known.of(record)[1] for record in candidates}
+    for device in dict.fromkeys(map(device_of, records)):
+        for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
+            here = {place.key: place for row in whole.rows if (place := places.get(cell_of(row.record))) is not None}
+            for key, place in here.items():
+
+                def is_candidate(record: Record, key: object = key) -> bool:
+                    found = places.get(cell_of(record))
+                    return found is not None and found.key == key
 
                 standing = whole.only(is_candidate)
                 if standing.ranked:

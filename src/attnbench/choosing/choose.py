@@ -7,9 +7,9 @@ the pick among tied candidates (by a rule that noise does not move, so that reru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from math import inf, log, log2
+from math import log, log2
 
 from msgspec import Struct, structs
 
@@ -32,9 +32,9 @@ from attnbench.policy import (
 from attnbench.results.by_length import LengthRange, boundary
 from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
-from attnbench.results.records import label
+from attnbench.results.records import label, share_of_allowed
 from attnbench.results.standings import Setback, Standing
-from attnbench.spec import Environment, Ok
+from attnbench.spec import Environment
 
 SHOWN_REASONS = 3
 UNSTABLE = "unstable samples"
@@ -65,28 +65,28 @@ class Chosen(Struct, frozen=True):
         return [(places[ground.place.key], ground) for ground in self.grounds if ground.place.key in places]
 
     @property
-    def unstable(self) -> int:
-        """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
-        count = 0
+    def _measured(self) -> Iterator[tuple[Entry, list[Standing]]]:
+        """Each entry of the policy, with the standings that it was chosen from."""
         for place, ground in self.placed:
             standings = ground.by_shape
-            for entry in place.entries:
-                names = [one.label for one in (entry.use, entry.use.runner_up) if one is not None]
-                records = [one.ranked[name] for one in standings[entry.at] for name in names]
-                count += any(note.startswith(UNSTABLE) for record in records for note in record.notes)
-        return count
+            yield from ((entry, standings[entry.at]) for entry in place.entries)
+
+    @property
+    def unstable(self) -> int:
+        """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
+
+        def is_unstable(entry: Entry, standings: Sequence[Standing]) -> bool:
+            names = [one.label for one in (entry.use, entry.use.runner_up) if one is not None]
+            records = (one.ranked[name] for one in standings for name in names)
+            return any(note.startswith(UNSTABLE) for record in records for note in record.notes)
+
+        return sum(is_unstable(*one) for one in self._measured)
 
     @property
     def host_limited(self) -> list[tuple[Entry, float]]:
         """Choices whose device waits for its host, each with time of the call / time of its kernels."""
-        found: list[tuple[Entry, float]] = []
-        for place, ground in self.placed:
-            standings = ground.by_shape
-            for entry in place.entries:
-                ratios = [host_limit(one.ranked[entry.use.label]) for one in standings[entry.at]]
-                if any(ratios):
-                    found.append((entry, max(ratio for ratio in ratios if ratio is not None)))
-        return found
+        limits = [(entry, [host_limit(one.ranked[entry.use.label]) for one in ran]) for entry, ran in self._measured]
+        return [(entry, max(filter(None, ratios))) for entry, ratios in limits if any(ratios)]
 
 
 def choose(
@@ -95,11 +95,8 @@ def choose(
     left_out: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
 ) -> Chosen:
-    """Return the policy of some runs.
-
-    `left_out`: implementations that are chosen only if `only` names them -> the reason. `known`: names that may be
-    forbidden though no run holds them.
-    """
+    """Return the policy of some runs. `left_out`: implementations that are chosen only if `only` names them -> the
+    reason. `known`: names that may be forbidden though no run holds them."""
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
@@ -127,22 +124,22 @@ def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
     for track, names in lines.items():
         workloads = {length(r.workload): r.workload for records in names.values() for r in records}
         chosen = [(n, picks[shape]) for n in sorted(workloads) if (shape := shape_of(workloads[n])) in picks]
-        parts = [
-            LengthRange(name, tuple(n for n, _ in group)) for name, group in groupby(chosen, key=lambda one: one[1])
-        ]
-        for below, above in pairwise(parts):
+        runs = groupby(chosen, key=lambda one: one[1])
+        for below, above in pairwise(LengthRange(name, tuple(n for n, _ in group)) for name, group in runs):
             figure = boundary(names, below, above)
-            measured = below.lengths[-1], above.lengths[0]
-            known = figure.low is not None and figure.high is not None
+            low, high, tokens = below.lengths[-1], above.lengths[0], None
+            if figure.low is not None and figure.high is not None:
+                low, high = figure.low, figure.high
+                tokens = round(figure.value) if figure.value != high else None
             found.append(
                 Crossing(
                     track=f"{track.family.title}, {track.title}",
-                    pass_=next(iter(workloads.values())).pass_,
+                    pass_=track.family.pass_,
                     below=below.name,
                     above=above.name,
-                    tokens=round(figure.value) if known and figure.value != figure.high else None,
-                    low=figure.low if known and figure.low is not None else measured[0],
-                    high=figure.high if known and figure.high is not None else measured[1],
+                    tokens=tokens,
+                    low=low,
+                    high=high,
                 )
             )
     return tuple(sorted(found, key=lambda one: (one.track, one.low)))
@@ -196,12 +193,9 @@ def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choi
         regret_high=round(max([regret, *(1 / one.low for one in others.values())]), 4),
         candidates=len(shared),
         alternatives=tuple(
-            Alternative(
-                implementation=ranked[other].implementation,
-                config=dict(ranked[other].config),
-                ratio=round(max(others[other].value, 0.0), 4),
-            )
+            Alternative(implementation=one.implementation, config=dict(one.config), ratio=round(others[other].value, 4))
             for other in order[:MOST_ALTERNATIVES]
+            for one in (ranked[other],)
         ),
         measured=record.workload.id,
     )
@@ -241,12 +235,9 @@ def _tied(fastest: str, names: Sequence[str], standings: Sequence[Standing]) -> 
     return tied
 
 
-def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[int, int, bool]:
-    """Return the sort key of tied names, least first: closeness to the allowed error, memory, whether a config is
-    needed.
-
-    The memory rank is 0 for the least known peak, peaks within 5 % of it and unknown peaks; 1 more for each doubling.
-    """
+def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[bool, int, bool]:
+    """Return the sort key of tied names, least first: whether the error is near the allowed one, memory (0 for the
+    least known peak, peaks within 5 % of it and unknown ones; 1 more for each doubling), whether a config is needed."""
     octaves: dict[str, float] = {}
     for other in tied:
         peaks = [one.ranked[other].memory.peak_bytes for one in standings]
@@ -255,15 +246,8 @@ def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) ->
             octaves[other] = sum(known) / len(known)
     more = octaves[name] - min(octaves.values()) if name in octaves else 0.0
     records = [one.ranked[name] for one in standings]
-    return max(map(_error_rank, records)), 0 if more <= log2(TIE_LIMIT) else 1 + int(more), bool(records[0].config)
-
-
-def _error_rank(record: Ok) -> int:
-    """Return 1 if the error is more than half of the allowed one, else 0."""
-    errors = record.errors
-    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
-    shares = [error / allowed if allowed else inf for error, allowed in pairs if error and allowed is not None]
-    return int(max(shares, default=0.0) > COMFORTABLE)
+    inexact = any((share_of_allowed(record.errors) or 0.0) > COMFORTABLE for record in records)
+    return inexact, 0 if more <= log2(TIE_LIMIT) else 1 + int(more), bool(records[0].config)
 
 
 class Loss(Struct, frozen=True):

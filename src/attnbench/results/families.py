@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from attnbench.policy.shapes import mask_kind
 from attnbench.results.records import device_of, framework_of, is_anchor, label
-from attnbench.spec import Record, Workload
+from attnbench.spec import Pass, Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
@@ -35,7 +35,7 @@ class Family(Struct, frozen=True, kw_only=True):
     mask: str
     """Kinds of its parts, such as causal or causal&lengths. A mask that hides nothing says so: kernels that refuse such
     a mask if it hides something take it as no mask."""
-    pass_: str
+    pass_: Pass
     shape: str = ""
     """Empty if there are as many queries as keys; else decode (one query) or rectangular."""
     extras: str = ""
