@@ -176,11 +176,9 @@ def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: 
 
 
 def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
-    """Yield place, workload id and standing of the candidates of a run, by place and workload.
-
-    The whole run is ranked, device by device, before candidates are selected: records that may not be chosen still
-    decide by which clock a workload is compared.
-    """
+    """Yield place, workload id and standing of the candidates of a run, by place and workload. The whole run is ranked,
+    device by device, before candidates are selected: records that may not be chosen still decide by which clock a
+    workload is compared."""
 
     def cell_of(record: Record) -> tuple[str, str, str]:
         return device_of(record), framework_of(record), record.cell.id

@@ -169,10 +169,8 @@ MOST_ALTERNATIVES = 8
 
 
 def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choice | None:
-    """Return the choice for workloads that share one entry; None if no candidate was timed on all of them.
-
-    `around`: all standings of the place, which decide between candidates that are tied here.
-    """
+    """Return the choice for workloads that share one entry; None if no candidate was timed on all of them. `around`:
+    all standings of the place, which decide between candidates that are tied here."""
     shared = ranked_on_all(standings)
     if not shared:
         return None
@@ -273,10 +271,8 @@ def fixed_losses(ground: Ground) -> list[Loss]:
 
 
 def held_out_of(place: Place, ground: Ground) -> Regret | None:
-    """Return the regret if each shape in turn is answered by its neighbours; None if no shape has a neighbour.
-
-    Shapes without a neighbour are counted as missed.
-    """
+    """Return the regret if each shape in turn is answered by its neighbours; None if no shape has a neighbour. Shapes
+    without a neighbour are counted as missed."""
 
     def by_neighbours(shape: Shape, _: Sequence[Standing]) -> Choice | None:
         others = tuple(one for one in place.entries if one.at != shape)
@@ -296,11 +292,8 @@ def environment_of(ground: Ground) -> Environment:
 def _regret(
     ground: Ground, choice: Callable[[Shape, Sequence[Standing]], Choice | None], shapes: set[Shape] | None = None
 ) -> Regret | None:
-    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`.
-
-    At a shape it is time of the choice / time of the fastest; a shape is missed if neither the choice nor an
-    alternative was timed there.
-    """
+    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`. At a shape it is time of the
+    choice / time of the fastest; a shape is missed if neither the choice nor an alternative was timed there."""
     kept = {shape: ran for shape, ran in ground.by_shape.items() if shapes is None or shape in shapes}
     regrets: list[Regret] = []
     for shape, standings in kept.items():

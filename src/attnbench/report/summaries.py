@@ -199,10 +199,8 @@ def folder_of(page: Path) -> Path:
 
 
 def write_summaries(parts: Sequence[MachineStandings], folder: Path, left: Sequence[str] = ()) -> list[Path]:
-    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk.
-
-    `left` has a sentence for each run that ended early.
-    """
+    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk. `left`
+    has a sentence for each run that ended early."""
     speed = performance(parts)
     documents = {"performance.json": speed, "memory.json": memory(parts), "correctness.json": correctness(parts)}
     texts = {

@@ -109,11 +109,8 @@ class Run(Struct, frozen=True):
 
     @property
     def done(self) -> frozenset[str]:
-        """Ids of the cells that need not run again.
-
-        That is all but those for which no process could be started, and those whose anchors are lost because the file
-        was cut between them.
-        """
+        """Ids of the cells that need not run again. That is all but those for which no process could be started, and
+        those whose anchors are lost because the file was cut between them."""
         anchors = [record for record in self.records if record.implementation in ANCHORS]
         failed = {record.workload for record in anchors if record.status != "ok"}
 
@@ -155,11 +152,9 @@ def _now() -> str:
 
 
 class RunWriter:
-    """A writer that appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
-
-    The file is locked until `close`, or until the process ends: a second writer is refused. An incomplete last line of
-    an earlier writer is cut off first; `warning` says so.
-    """
+    """A writer that appends to a run file; after `write` returns, the records survive `kill -9` and a power cut. The
+    file is locked until `close`, or until the process ends: a second writer is refused. An incomplete last line of an
+    earlier writer is cut off first; `warning` says so."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.path = path
@@ -378,10 +373,8 @@ def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str
 
 
 def _with_true_clock(record: Record, environment: Environment) -> Record:
-    """Rename the clock of JAX's device times of versions whose estimator had no number yet.
-
-    Those times left out copies and fills, which torch's clock counted, so the two must not be ranked together.
-    """
+    """Rename the clock of JAX's device times of versions whose estimator had no number yet. Those times left out copies
+    and fills, which torch's clock counted, so the two must not be ranked together."""
     if environment.framework != "jax" or environment.device != "cuda" or "estimator" in environment.harness:
         return record
     if not isinstance(record, Ok) or record.time is None:
@@ -403,11 +396,9 @@ def _unwritable(path: Path, error: OSError, option: str = "--out") -> UsageError
 
 
 def impossible_times(record: Record, trimmed: bool = False) -> str:
-    """Return the first time of a record that no clock can have given, in words; empty if there is none.
-
-    Readers take logarithms, so that impossible times must be refused first.
-    With `trimmed` the samples are the medians of rounds, as a baseline keeps them.
-    """
+    """Return the first time of a record that no clock can have given, in words; empty if there is none. Readers take
+    logarithms, so that impossible times must be refused first. With `trimmed` the samples are the medians of rounds, as
+    a baseline keeps them."""
     if not isinstance(record, Ok):
         return ""
     times = {"time": record.time} | {f"also.{name}": time for name, time in record.also.items()}

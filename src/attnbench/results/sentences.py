@@ -49,10 +49,8 @@ ATTENTION = "attention"
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """Return a ratio and its interval with as many digits as its size needs, such as 1.96x (1.94-1.98).
-
-    Of an interval that is too wide, only the nearer edge is returned, or "cannot tell" if the interval covers 1.
-    """
+    """Return a ratio and its interval with as many digits as its size needs, such as 1.96x (1.94-1.98). Of an interval
+    that is too wide, only the nearer edge is returned, or "cannot tell" if the interval covers 1."""
     if vague(ratio):
         return CANNOT_TELL
     if too_wide(ratio):
@@ -107,11 +105,9 @@ def capped(parts: Sequence[str], most: int, more: str = "and {} more") -> list[s
 
 
 def category(ratio: Ratio) -> Category:
-    """Return the category of a time of the baseline over a time of this implementation.
-
-    A ratio that the ranking takes for a tie is no gain and no loss; its interval says nothing if it reaches as far as a
-    good gain, or as large a loss: more rounds would tell. A gain goes by the low edge of its interval.
-    """
+    """Return the category of a time of the baseline over a time of this implementation. A ratio that the ranking takes
+    for a tie is no gain and no loss; its interval says nothing if it reaches as far as a good gain, or as large a loss:
+    more rounds would tell. A gain goes by the low edge of its interval."""
     if not ratio.sign:
         return NO_DIFFERENCE if ratio.low > 1 / GOOD and ratio.high < GOOD else CANNOT_TELL
     if ratio.sign < 0:
@@ -176,12 +172,9 @@ def closing(
 
 
 def answer(standings: Standings, focus: Sequence[str] = (), wrong: bool = True) -> str:
-    """Return the sentence that answers the question, after what must be said first about implementations that are
-    never right.
-
-    `focus` names the implementations that the user asked about: if one of them does not win, the sentence says how far
-    behind it is. Without `wrong` the sentences about wrong results are left to the caller.
-    """
+    """Return the sentence that answers the question, after what must be said first about implementations that are never
+    right. `focus` names the implementations that the user asked about: if one of them does not win, the sentence says
+    how far behind it is. Without `wrong` the sentences about wrong results are left to the caller."""
     text = _answer(list(standings.overall.values()), standings.newest, standings.against, focus, wrong)
     return " ".join([*(setback_sentences(standings.setbacks) if wrong else []), text])
 

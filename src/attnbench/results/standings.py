@@ -110,10 +110,8 @@ class Standing:
 
     @cached_property
     def kernels(self) -> list[list[Row]]:
-        """Ranked rows by kernel: names of one kernel together, the plainest (shortest) name first.
-
-        Kernels come in the order of their ranks, within a rank those that are not `behind` first, then by time.
-        """
+        """Ranked rows by kernel: names of one kernel together, the plainest (shortest) name first. Kernels come in the
+        order of their ranks, within a rank those that are not `behind` first, then by time."""
         groups: list[list[Row]] = []
         for row in sorted((r for r in self.rows if r.rank is not None), key=lambda row: (row.rank, row.behind)):
             home = next((g for g in groups if self.one_kernel(g[0].implementation, row.implementation)), None)
@@ -146,10 +144,8 @@ class Standing:
         return self._ratios.of(self.ranked[a], self.ranked[b])
 
     def only(self, keep: Callable[[Record], bool]) -> Standing:
-        """Return the standing of some of its rows: they keep their order and their ties, ranks are counted anew.
-
-        Rows that another clock or sitting kept unranked are ranked among themselves if no ranked row is left.
-        """
+        """Return the standing of some of its rows: they keep their order and their ties, ranks are counted anew. Rows
+        that another clock or sitting kept unranked are ranked among themselves if no ranked row is left."""
         kept = [row for row in self.rows if keep(row.record)]
         if len(kept) == len(self.rows):
             return self
@@ -317,11 +313,9 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
 
 
 def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
-    """Return the record that says whether a cell is right, of records with the newest first; None without any.
-
-    That is the newest. If it was checked only and not timed, it is the newest of those that were right or wrong in
-    timed calls, if there are any.
-    """
+    """Return the record that says whether a cell is right, of records with the newest first; None without any. That is
+    the newest. If it was checked only and not timed, it is the newest of those that were right or wrong in timed calls,
+    if there are any."""
     verdict: Ok | Incorrect | None = None
     for record in judged:
         in_timed_calls = isinstance(record, Incorrect) and record.reason.startswith(ONLY_TIMED)
@@ -469,11 +463,9 @@ class Standings:
         return next((one for one in (self.overall[key], *runs) if one.ranked.keys() >= set(names)), None)
 
     def order(self, key: str) -> list[Position]:
-        """Return the ranked rows of a workload, one standing of `apart` after the other.
-
-        Rows that are unbeaten in a further standing are near a row of an earlier one if they were timed by the same
-        clock and took at most 1.1 times as long.
-        """
+        """Return the ranked rows of a workload, one standing of `apart` after the other. Rows that are unbeaten in a
+        further standing are near a row of an earlier one if they were timed by the same clock and took at most 1.1
+        times as long."""
         apart = self.apart(key)
         kernels = [(group, names) for group, standing in enumerate(apart) for names in standing.kernels]
         starts = list(accumulate((len(names) for _, names in kernels), initial=0))

@@ -83,10 +83,8 @@ def make_cells(section: Section, against: Sequence[str] = (), known: Iterable[Se
 
 def winner_rows(cells: Iterable[Cell]) -> list[Cell]:
     """Return a row for each shape: the cell with the first place, the other names of its kernel, and the next kernel.
-
     Places, kernels and who cannot be told apart come from the standings; the page reads the same of what passes its
-    filters.
-    """
+    filters."""
     shapes: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.get("place") is not None:

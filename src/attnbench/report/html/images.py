@@ -34,11 +34,8 @@ FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw every chart and return the files. A chart that shows one family of shapes at a time is drawn for each,
-    a chart of one cell for the first cell.
-
-    The first family, which the page shows first too, has the chart's own name.
-    """
+    """Draw every chart and return the files. A chart that shows one family of shapes at a time is drawn for each, a
+    chart of one cell for the first cell. The first family, which the page shows first too, has the chart's own name."""
     written: list[Path] = []
     failed: list[str] = []
     try:
@@ -79,10 +76,8 @@ def _pictures(part: PageSection) -> Iterator[tuple[Chart, str, RowFilter | None]
 
 
 def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: RowFilter | None = None) -> dict[str, Any]:
-    """Return the chart with its data and the colours of the light page, of one choice: by default the first.
-
-    A chart of lines names few of its lines; the others are grey, below them, and counted.
-    """
+    """Return the chart with its data and the colours of the light page, of one choice: by default the first. A chart of
+    lines names few of its lines; the others are grey, below them, and counted."""
     mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
     mine = [row for row in mine if chart.map in (None, row.get("map"))]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}

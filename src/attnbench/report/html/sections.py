@@ -70,10 +70,8 @@ class Section(Struct):
 
 
 def gather(sources: Sequence[ReportedRun]) -> list[Section]:
-    """Return the sections of all runs, the one with most timed records first.
-
-    A run is split before it is put beside others: its frameworks were timed in interleaved rounds and stay together.
-    """
+    """Return the sections of all runs, the one with most timed records first. A run is split before it is put beside
+    others: its frameworks were timed in interleaved rounds and stay together."""
     sections: list[Section] = []
     for place, source in enumerate(sources):
         for part in _parts([r for r in source.run.records if not is_anchor(r)], place):

@@ -65,10 +65,8 @@ def facts(one: Timed) -> dict[str, str]:
 
 
 def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`.
-
-    Times are in seconds, with one group per workload.
-    """
+    """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
+    seconds, with one group per workload."""
     cells = timed(sources)
     first = cells[0] if cells else None
     environment = None if first is None else first.record.environment
@@ -144,10 +142,8 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
 
 
 def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return Google Benchmark's JSON: a repetition per round and the usual aggregates.
-
-    Its `compare.py` demands a `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`.
-    """
+    """Return Google Benchmark's JSON: a repetition per round and the usual aggregates. Its `compare.py` demands a
+    `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`."""
     cells = timed(sources)
     context: dict[str, Any] = {
         "executable": "attnbench",
@@ -201,10 +197,8 @@ def round_times(time: Time) -> list[tuple[float, int]]:
 
 
 def bencher(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return Bencher Metric Format: benchmark -> measure -> value with its bounds.
-
-    Latency is in ns, throughput in calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it.
-    """
+    """Return Bencher Metric Format: benchmark -> measure -> value with its bounds. Latency is in ns, throughput in
+    calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it."""
     return {one.name: _measures(one) for one in timed(sources)}
 
 
@@ -225,9 +219,7 @@ def _measures(one: Timed) -> dict[str, dict[str, float]]:
 
 def github_action_benchmark(sources: Sequence[ExportedRun]) -> list[dict[str, object]]:
     """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
-
-    `range` is half the interval of the median.
-    """
+    `range` is half the interval of the median."""
     entries: list[dict[str, object]] = []
     for one in timed(sources):
         entry: dict[str, object] = {"name": one.name, "unit": "ns", "value": one.time.median_ns}

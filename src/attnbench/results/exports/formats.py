@@ -50,10 +50,8 @@ SQLITE_TYPES = {
 
 
 def csv_text(sources: Sequence[ExportedRun]) -> str:
-    """Return a heading and a line per record; fields without a measurement are empty.
-
-    Text is on one visible line that neither a terminal nor a spreadsheet interprets.
-    """
+    """Return a heading and a line per record; fields without a measurement are empty. Text is on one visible line that
+    neither a terminal nor a spreadsheet interprets."""
 
     def cell(value: Any) -> Any:
         if isinstance(value, bool):
@@ -71,10 +69,8 @@ def csv_text(sources: Sequence[ExportedRun]) -> str:
 
 
 def write_parquet(sources: Sequence[ExportedRun], path: Path) -> None:
-    """Write the table as Parquet; raises OSError if the file cannot be written.
-
-    DuckDB reads it from JSON lines in a temporary folder, which is fast.
-    """
+    """Write the table as Parquet; raises OSError if the file cannot be written. DuckDB reads it from JSON lines in a
+    temporary folder, which is fast."""
     try:
         import duckdb
     except ImportError as error:
