@@ -210,6 +210,15 @@ def refuse_run_file(path: Path) -> None:
             raise UsageError(f"{path} is a run file, which is never replaced: choose another path.")
 
 
+@contextmanager
+def write_errors(what: object, otherwise: str) -> Iterator[None]:
+    """Raise UsageError, with what to do otherwise, if the system refuses to write in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {what}: {error.strerror or error}. {otherwise}") from error
+
+
 def write_texts(texts: Mapping[Path, str]) -> None:
     """Write all of them, or none: nothing is replaced before everything is on disk."""
     with ExitStack() as stack:

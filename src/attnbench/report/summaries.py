@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from attnbench.errors import UsageError
-from attnbench.files import write_texts
+from attnbench.files import write_errors, write_texts
 from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.printable import printable_lines
 from attnbench.report.environment import environment_line
@@ -208,12 +207,8 @@ def write_summaries(parts: Sequence[MachineStandings], folder: Path, left: Seque
         for name, document in documents.items()
     }
     texts["summary.txt"] = summary_text(parts, speed, left)
-    try:
+    with write_errors(f"to {folder}", "Choose another folder with --summaries."):
         write_texts({folder / name: texts[name] for name in FILES})
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {folder}: {error.strerror or error}. Choose another folder with --summaries."
-        ) from error
     return [folder / name for name in FILES]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import vl_convert
 
-from attnbench.errors import AttnBenchError, UsageError
-from attnbench.files import draft_of, write_texts
+from attnbench.errors import AttnBenchError
+from attnbench.files import draft_of, write_errors, write_texts
 from attnbench.report.html.cells import Cell, pack, unpack, winner_rows
 from attnbench.report.html.charts import LENGTHS, LIGHT, VEGA_LITE, Chart, keys, ranges
 from attnbench.report.html.layout import RowFilter
@@ -38,7 +38,7 @@ def write_images(page: Page, folder: Path) -> list[Path]:
     chart of one cell for the first cell. The first family, which the page shows first too, has the chart's own name."""
     written: list[Path] = []
     failed: list[str] = []
-    try:
+    with write_errors(f"to {folder}", "Give --png another folder."):
         folder.mkdir(parents=True, exist_ok=True)
         for number, part in enumerate(page.parts):
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
@@ -56,8 +56,6 @@ def write_images(page: Page, folder: Path) -> list[Path]:
                     draft.write_bytes(picture)
                 write_texts({svg: drawing})
                 written += [png, svg]
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --png another folder.") from error
     if failed:
         raise AttnBenchError(
             f"{len(written)} files were written to {folder}, but these charts could not be drawn: {'; '.join(failed)}."

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from attnbench.errors import UsageError
-from attnbench.files import draft_of
+from attnbench.files import draft_of, write_errors
 from attnbench.printable import printable
 from attnbench.results.exports.benchmark_tools import (
     bencher,
@@ -127,12 +127,9 @@ def export_text(sources: Sequence[ExportedRun], form: str) -> str:
 
 def export_file(sources: Sequence[ExportedRun], form: str, path: Path) -> None:
     """Write a file of any format; an existing one is replaced only once the new one is whole."""
-    try:
-        with draft_of(path) as draft:
-            if form in BINARY:
-                draft.touch()
-                BINARY[form](sources, draft)
-            else:
-                draft.write_text(export_text(sources, form), encoding="utf-8", newline="")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
+    with write_errors(path, "Choose another file with -o."), draft_of(path) as draft:
+        if form in BINARY:
+            draft.touch()
+            BINARY[form](sources, draft)
+        else:
+            draft.write_text(export_text(sources, form), encoding="utf-8", newline="")
