@@ -31,22 +31,15 @@ from attnbench.results.exports.table import COLUMNS, ExportedRun, rows, rows_of_
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """Beginnings of text that spreadsheets run as a formula; an apostrophe before it makes it text again."""
 SHOWN = [name for name, kind in COLUMNS.items() if kind not in ("reals", "integers")]
-PARQUET_TYPES = {
-    "text": "VARCHAR",
-    "integer": "BIGINT",
-    "real": "DOUBLE",
-    "boolean": "BOOLEAN",
-    "reals": "DOUBLE[]",
-    "integers": "BIGINT[]",
+TYPES = {
+    "text": ("VARCHAR", "TEXT"),
+    "integer": ("BIGINT", "INTEGER"),
+    "real": ("DOUBLE", "REAL"),
+    "boolean": ("BOOLEAN", "INTEGER"),
+    "reals": ("DOUBLE[]", "TEXT"),
+    "integers": ("BIGINT[]", "TEXT"),
 }
-SQLITE_TYPES = {
-    "text": "TEXT",
-    "integer": "INTEGER",
-    "real": "REAL",
-    "boolean": "INTEGER",
-    "reals": "TEXT",
-    "integers": "TEXT",
-}
+"""Kind of a column -> its types in Parquet and in SQLite."""
 
 
 def csv_text(sources: Sequence[ExportedRun]) -> str:
@@ -75,7 +68,7 @@ def write_parquet(sources: Sequence[ExportedRun], path: Path) -> None:
         import duckdb
     except ImportError as error:
         raise UsageError('Parquet needs DuckDB: pip install "attnbench[report]", or choose --format csv.') from error
-    columns = {name: PARQUET_TYPES[kind] for name, kind in COLUMNS.items()}
+    columns = {name: TYPES[kind][0] for name, kind in COLUMNS.items()}
     with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
         lines = Path(folder) / "rows.jsonl"
         longest = 0
@@ -93,7 +86,7 @@ def write_parquet(sources: Sequence[ExportedRun], path: Path) -> None:
 
 def write_sqlite(sources: Sequence[ExportedRun], path: Path) -> None:
     """Write the table `records` to a new database or an empty file; raises OSError if that cannot be written."""
-    columns = ", ".join(f'"{name}" {SQLITE_TYPES[kind]}' for name, kind in COLUMNS.items())
+    columns = ", ".join(f'"{name}" {TYPES[kind][1]}' for name, kind in COLUMNS.items())
     places = ", ".join("?" for _ in COLUMNS)
     values = (
         [msgspec.json.encode(v).decode() if isinstance(v := row[name], list) else v for name in COLUMNS]
