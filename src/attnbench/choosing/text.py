@@ -92,7 +92,7 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
 
 def judgement(policy: Policy, losses: Sequence[Loss], setbacks: Sequence[Setback] = ()) -> str:
     """Return the closing sentence of a policy that was evaluated on runs, after what newer runs say of older times."""
-    total = pooled(one.regret for one in losses if one.regret is not None)
+    total = pooled(one.regret for one in losses)
     before = "".join(f"{sentence} " for sentence in setback_sentences(setbacks))
     if total is None:
         return f"{before}{policy.name} has no choice for any shape in these runs."
@@ -107,8 +107,7 @@ def closing(chosen: Chosen) -> str:
     policy, before = chosen.policy, "".join(f"{sentence} " for sentence in setback_sentences(chosen.setbacks))
     if not policy.entries:
         return f"{before}No implementation could be chosen for any workload."
-    on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
-    off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
+    on_grid, off_grid = pooled(one.on_grid for one in policy.places), pooled(one.held_out for one in policy.places)
     picks = "; ".join(_picks_text(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
     count, total = chosen.unstable, len(policy.entries)
