@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, structs
 
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Place, Shape, shape_of
+from attnbench.results.families import Track, length, tracks
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
 from attnbench.results.standings import Places, Setback, Standing, Standings, by_date, setbacks, supersedes
-from attnbench.spec import Ok, Record
+from attnbench.spec import Ok, Record, Workload
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
     ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
@@ -131,6 +132,12 @@ class Ground(Struct, frozen=True):
         for standing in self.standings.values():
             found.setdefault(shape_of(standing.workload), []).append(standing)
         return found
+
+    @property
+    def lines(self) -> Iterator[tuple[Track, dict[str, list[Record]], dict[int, Workload]]]:
+        """Each track of the candidates, their records by name, and its workloads by length."""
+        for track, names in tracks(r for one in self.standings.values() for r in one.ranked.values()).items():
+            yield track, names, {length(r.workload): r.workload for records in names.values() for r in records}
 
 
 class Survey(Struct, frozen=True):

@@ -30,7 +30,6 @@ from attnbench.policy import (
     shape_of,
 )
 from attnbench.results.by_length import LengthRange, boundary
-from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label, share_of_allowed
 from attnbench.results.standings import Setback, Standing
@@ -120,9 +119,7 @@ def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
     """Return every change of the choice between neighbouring lengths of otherwise equal workloads, with an interval."""
     picks = {entry.at: entry.use.label for entry in place.entries}
     found: list[Crossing] = []
-    lines = tracks(record for one in ground.standings.values() for record in one.ranked.values())
-    for track, names in lines.items():
-        workloads = {length(r.workload): r.workload for records in names.values() for r in records}
+    for track, names, workloads in ground.lines:
         chosen = [(n, picks[shape]) for n in sorted(workloads) if (shape := shape_of(workloads[n])) in picks]
         runs = groupby(chosen, key=lambda one: one[1])
         for below, above in pairwise(LengthRange(name, tuple(n for n, _ in group)) for name, group in runs):
