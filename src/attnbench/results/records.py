@@ -164,12 +164,12 @@ def machine_differences(a: Environment, b: Environment, fields: Sequence[str] = 
 
 def sitting_of(record: Record) -> str:
     """Return when a record took turns with others; empty if it was not timed, or by an attnbench that did not say."""
-    return record.time.sitting.partition("+")[0] if isinstance(record, Ok) and record.time is not None else ""
+    return "" if record.time is None else record.time.sitting.partition("+")[0]
 
 
 def clock_of(record: Record) -> str:
     """Return the clock that was published; empty if nothing was timed."""
-    return record.time.clock if isinstance(record, Ok) and record.time is not None else ""
+    return "" if record.time is None else record.time.clock
 
 
 def _clocks(record: Record) -> set[str]:
