@@ -25,11 +25,10 @@ from attnbench.comparing.history import (
     size,
 )
 from attnbench.comparing.history import gather as gather_series
-from attnbench.report.html import charts, tables
+from attnbench.report.html import charts
 from attnbench.report.html.cells import Cells
 from attnbench.report.html.sections import ReportedRun, Section, ShapeNames
-from attnbench.report.html.tables import own
-from attnbench.report.html.views import View
+from attnbench.report.html.views import LABEL, SHAPE, Column, View, own
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
 
@@ -40,6 +39,11 @@ SHORTEST = 7
 """Digits of a commit on an axis."""
 LEAST_SPAN = 0.05
 """Least span of the axis, as a share: noise of 1 % must not look like a change."""
+COLUMNS = [
+    LABEL, SHAPE, Column("runs", "runs", "number"), Column("first", "x anchors at first", "ratio"),
+    Column("last", "x anchors now", "ratio"), Column("moved", "since the first", "percent"),
+    Column("changes", "changes of level"),
+]  # fmt: skip
 Rows = list[dict[str, Any]]
 
 
@@ -92,7 +96,7 @@ def history_view(history: History, section: Section, cells: Cells, labels: Seque
         f"the whole machine down moves nothing here. {runs} {_describe_search(trends)}"
     )
     chart = charts.history(labels, point_rows(trends, cells.names))
-    table = own(tables.HISTORY, trend_rows(trends, cells.names), "moved", True)
+    table = own(COLUMNS, trend_rows(trends, cells.names), "moved", True)
     return View("history", "History", note, [chart], table)
 
 

@@ -1,21 +1,21 @@
-"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table; and the rows of
-those that do not show cells: frameworks side by side, KV cache, kernels, growth with length, reasons, ceilings."""
+"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table, which the page
+fills, sorts and filters; and the rows of those that do not show cells: frameworks side by side, KV cache, kernels,
+growth with length, reasons, ceilings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
-from attnbench.report.html import charts, tables
-from attnbench.report.html.cells import FARTHEST, Cells, short, winner_rows
+from attnbench.report.html import charts
+from attnbench.report.html.cells import FARTHEST, Cells, pack, short, winner_rows
 from attnbench.report.html.charts import Chart
 from attnbench.report.html.layout import line_choices
 from attnbench.report.html.sections import ShapeNames
-from attnbench.report.html.tables import Table, own
 from attnbench.results.families import tracks
 from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE
@@ -36,6 +36,113 @@ MOST_REASONS = 3
 CEILINGS = {"always": "compute", "never": "memory"}
 """Regime -> limit that sets the ceiling at all lengths of a track."""
 Rows = list[dict[str, Any]]
+Kind = Literal[
+    "text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval", "list", "of"
+]
+"""Ways to write a field. An `interval` is the field of its low edge, by which rows are sorted; the high edge is called
+`_high` for `_low`. A `gain` is written as its `_text`."""
+
+
+class Column(Struct, frozen=True):
+    """A field, its heading with the unit where the figures do not carry it, and how it is written."""
+
+    field: str
+    title: str
+    kind: Kind = "text"
+
+
+class Table(Struct, frozen=True, omit_defaults=True):
+    """A table with `rows` of its own, or with the rows of the section that have the field `needs`."""
+
+    columns: list[Column]
+    sort: str
+    needs: str = ""
+    rows: dict[str, Any] | None = None
+    made_by: str = ""
+    """Function of the page that derives its rows from those that pass the filters."""
+    descending: bool = False
+
+
+def own(
+    columns: list[Column], rows: Sequence[Mapping[str, Any]], sort: str, descending: bool = False, made_by: str = ""
+) -> Table:
+    """Return a table whose rows are not cells."""
+    return Table(columns, sort, rows=pack(rows), made_by=made_by, descending=descending)
+
+
+SHAPE = Column("shape", "shape")
+LABEL = Column("label", "implementation", "label")
+TIME = Column("ns", "time", "ns")
+PEAK = Column("peak", "peak", "bytes")
+RATE = Column("tflops", "TFLOP/s", "number")
+REMARKS = Column("notes", "remarks")
+
+WINNERS = Table([
+    SHAPE, Column("label", "fastest", "label"), Column("same", "same kernel", "label"), TIME,
+    Column("next_label", "next best", "label"), Column("regret", "regret of the next best", "percent"),
+    Column("certain", "certain"), Column("field", "measured here", "number"), REMARKS,
+], "shape", "ns", made_by="winners")  # fmt: skip
+REGRET = Table([
+    LABEL, Column("shapes", "shapes", "of"), Column("wins", "fastest", "number"),
+    Column("mean_regret", "regret, mean", "percent"), Column("worst_regret", "regret, worst", "percent"),
+    Column("worst_shape", "worst at"),
+], "shapes", "ns", made_by="regret", descending=True)  # fmt: skip
+SPEEDUPS = Table([
+    SHAPE, LABEL, TIME, Column("half", "95 %", "half"), Column("gain", "times as fast (99 %)", "gain"),
+    Column("gain_is", "category"), RATE, Column("tokens", "tokens/s", "number"), REMARKS,
+], "gain", "ns", made_by="speedups")  # fmt: skip
+MEMORY = Table([
+    SHAPE, LABEL, PEAK, Column("theory", "theory", "bytes"), Column("over", "peak / theory", "ratio"),
+    Column("method", "measured by"),
+], "over", "peak", made_by="memory", descending=True)  # fmt: skip
+FRAGMENTATION = Table([
+    SHAPE, LABEL, Column("reserved", "reserved", "bytes"), PEAK, Column("fragmentation", "fragmentation", "percent"),
+], "fragmentation", "fragmentation", descending=True)  # fmt: skip
+PERCENTILES = Table([
+    SHAPE, LABEL, Column("ns", "P50", "ns"), Column("p95", "P95", "ns"), Column("p99", "P99", "ns"),
+    Column("max", "max", "ns"), Column("tail", "P99 / P50", "ratio"), Column("samples", "samples", "number"),
+    Column("outliers", "outliers, kept", "number"), Column("clock", "clock"),
+], "tail", "ns", made_by="tails", descending=True)  # fmt: skip
+ROOFLINE = Table([
+    SHAPE, LABEL, Column("roofline", "share reached", "percent"), Column("bound", "ceiling of the shape"), RATE,
+    Column("gbs", "GB/s", "number"), Column("intensity", "FLOP per byte", "number"),
+], "roofline", "roofline", descending=True)  # fmt: skip
+COMPILE = Table([
+    SHAPE, LABEL, Column("compile", "compile", "ns"), Column("first", "first call", "ns"),
+], "compile", "compile", descending=True)  # fmt: skip
+CORRECTNESS = Table([
+    SHAPE, LABEL, Column("verdict", "result"), Column("error", "forward error", "error"),
+    Column("allowed", "allowed", "error"), Column("share", "share of allowed", "percent"),
+    Column("gradient", "gradient error", "error"), Column("gradient_allowed", "allowed", "error"),
+    Column("lse", "LSE error", "error"), Column("deterministic", "deterministic"), Column("stable", "stable at"),
+    Column("hidden_nan", "NaN behind the mask"), Column("checked", "rows checked", "percent"),
+    Column("approximate", "approximate"), Column("why", "why"),
+], "share", "verdict", descending=True)  # fmt: skip
+NOT_RUN = Table([
+    Column("status", "what happened"), Column("cells", "cells", "number"), Column("labels", "implementations"),
+    Column("reason", "reason"), Column("where", "for example at"),
+], "cells", "reason", made_by="skipped", descending=True)  # fmt: skip
+
+FRAMEWORKS = [
+    SHAPE, Column("torch", "best of torch", "label"), Column("torch_ns", "time", "ns"),
+    Column("jax", "best of JAX", "label"), Column("jax_ns", "time", "ns"),
+    Column("gain", "torch is so many times as fast (99 %)", "gain"), Column("side", "faster"),
+]  # fmt: skip
+CACHE = [
+    SHAPE, Column("cache", "KV cache", "bytes"), Column("per_token", "per token of context", "bytes"),
+    Column("scores", "scores, if they were stored", "bytes"),
+]  # fmt: skip
+GROWTH = [Column("track", "shapes"), LABEL, Column("lengths", "lengths")]
+GROWTH_TIME = [
+    *GROWTH, Column("time", "time ~ n to the power", "ratio"), Column("time_low", "95 %", "interval"),
+    Column("time_theory", "in theory", "ratio"), Column("bound", "ceiling of the shapes"),
+]  # fmt: skip
+GROWTH_MEMORY = [
+    *GROWTH, Column("memory", "memory ~ n to the power", "ratio"), Column("memory_low", "95 %", "interval"),
+    Column("memory_theory", "in theory", "ratio"), Column("memory_is", "at the long end"),
+    Column("fits", "fits until (tokens)", "number"),
+]  # fmt: skip
+KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
 
 
 class View(Struct, frozen=True):
@@ -58,30 +165,30 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
         *_growth(cells),
         _shown(View("cache", "KV cache",
                     "What keys and values of the whole context take in memory, whoever reads them.",
-                    table=own(tables.CACHE, cached, "cache", True)), cached),
+                    table=own(CACHE, cached, "cache", True)), cached),
         _shown(View("fragmentation", "Fragmentation",
                     "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
-                    "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION),
+                    "peak, blocks kept for the next call included.", table=FRAGMENTATION),
                _holds(cells, "fragmentation")),
         _shown(View("roofline", "Roofline",
                     "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
                     "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an "
                     "implementation at 2 % of its ceiling is bound by something else.",
-                    [charts.roofline(labels, roofs(cells))], tables.ROOFLINE),
+                    [charts.roofline(labels, roofs(cells))], ROOFLINE),
                _holds(cells, "roofline"), "No ceiling was measured for this device and precision."),
         _shown(View("percentiles", "Latency percentiles",
                     "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
-                    table=tables.PERCENTILES), _holds(cells, "ns")),
+                    table=PERCENTILES), _holds(cells, "ns")),
         _shown(View("compile", "Compile time", "Once per shape, before anything is timed.",
                     [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
-                    tables.COMPILE), _holds(cells, "compile"), "Nothing that was timed had to be compiled."),
+                    COMPILE), _holds(cells, "compile"), "Nothing that was timed had to be compiled."),
         _correctness(cells, labels),
         _frameworks(cells),
         history,
         _shown(View("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
-                    table=own(tables.KERNELS, launched, "label", made_by="kernels")), launched, "No run was profiled."),
+                    table=own(KERNELS, launched, "label", made_by="kernels")), launched, "No run was profiled."),
         _shown(View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
-                    table=tables.NOT_RUN), any(cell["status"] != "ok" for cell in cells.rows),
+                    table=NOT_RUN), any(cell["status"] != "ok" for cell in cells.rows),
                "Everything that was asked for ran and was right."),
     ]  # fmt: skip
     return [view for view in views if view is not None]
@@ -111,13 +218,13 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "call. Names of one kernel count once. Regret is the extra time that another choice costs. Kinds of shapes "
         "measured at one batch and length only are in the table.",
         [charts.winner_map(labels, fastest, one) for one in cells.maps],
-        tables.WINNERS,
+        WINNERS,
     )
     regret = View(
         "regret",
         "One for all shapes",
         "What it costs to use one implementation everywhere: compare those that ran on as many shapes.",
-        table=tables.REGRET,
+        table=REGRET,
     )
     length = View(
         "length",
@@ -132,7 +239,7 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         f"excellent above {EXCELLENT:g} times, good from {GOOD:g}, measured from 1.01, investigate below 0.99. "
         "A ratio nearer to 1, or whose interval covers 1, is no significant difference "
         f"if the interval stays within {GOOD:g} times either way; else it cannot tell, and more rounds would.",
-        table=tables.SPEEDUPS,
+        table=SPEEDUPS,
     )
     timed = _holds(cells, "ns")
     return [
@@ -157,7 +264,7 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
         f" {FEW}{_beside(cells)}"
     )
     why = next((f": {cell['method']}" for cell in cells.rows if cell.get("method")), "")
-    view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
+    view = View("memory", "Memory against length", note, [chart], MEMORY)
     return _shown(view, _holds(cells, "peak"), f"No peak was measured{why}.")
 
 
@@ -170,12 +277,12 @@ def _growth(cells: Cells) -> list[View | None]:
     return [
         _shown(View("growth-time", "Growth of time with length",
                     f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the "
-                    "implementation.", table=own(tables.GROWTH_TIME, time, "track")), time,
+                    "implementation.", table=own(GROWTH_TIME, time, "track")), time,
                "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
         _shown(View("growth-memory", "Growth of memory with length",
                     f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
                     "those that store the scores, up to 8 times the longest length measured.",
-                    table=own(tables.GROWTH_MEMORY, memory, "track")), memory),
+                    table=own(GROWTH_MEMORY, memory, "track")), memory),
     ]  # fmt: skip
 
 
@@ -189,7 +296,7 @@ def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
         "has no time."
     )
     shown = drawn if _holds(cells, "drawn_share") else []
-    return _shown(View("correctness", "Correctness", note, shown, tables.CORRECTNESS), _holds(cells, "verdict"))
+    return _shown(View("correctness", "Correctness", note, shown, CORRECTNESS), _holds(cells, "verdict"))
 
 
 def _frameworks(cells: Cells) -> View | None:
@@ -201,7 +308,7 @@ def _frameworks(cells: Cells) -> View | None:
         "too close to call, or cannot be told."
     )
     drawn = [charts.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
-    view = View("frameworks", "torch next to JAX", note, drawn, own(tables.FRAMEWORKS, rows, "gain", True))
+    view = View("frameworks", "torch next to JAX", note, drawn, own(FRAMEWORKS, rows, "gain", True))
     return _shown(view, rows, "No shape was timed in both frameworks.")
 
 
