@@ -18,13 +18,8 @@ WRAPPERS: dict[str, str] = dict.fromkeys(
 )
 """Implementations that are never faster than what they call, and import far more."""
 NOT_ASKED_FOR = "is not among --only"
-
-
-class Refusal(Struct, frozen=True):
-    """A record that may not be chosen, and why."""
-
-    record: Record
-    why: str
+Refusal = tuple[Record, str]
+"""A record that may not be chosen, and why."""
 
 
 def eligible(
@@ -40,7 +35,7 @@ def eligible(
         if why is None and is_timed(record):
             kept.append(record)
         else:
-            refused.append(Refusal(record, why or "was not timed"))
+            refused.append((record, why or "was not timed"))
     return kept, refused
 
 
@@ -140,18 +135,11 @@ class Ground(Struct, frozen=True):
             yield track, names, {length(r.workload): r.workload for records in names.values() for r in records}
 
 
-class Survey(Struct, frozen=True):
-    """The measurements of each place, and what may not be chosen of the runs."""
-
-    grounds: list[Ground]
-    refused: list[Refusal]
-    """Records that may not be chosen."""
-    setbacks: list[Setback]
-    """Candidates that are left out since a newer run found them incorrect, and those that a newer run could not run."""
-
-
-def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]) -> Survey:
-    """Return the measurements of each place, and what may not be chosen; oldest source first."""
+def survey(
+    sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ground], list[Refusal], list[Setback]]:
+    """Return the measurements of each place, what may not be chosen, and the candidates that a newer run found
+    incorrect (they are left out) or could not run; oldest source first."""
     grounds: dict[tuple[object, ...], Ground] = {}
     homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
@@ -179,7 +167,7 @@ def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: 
             used |= {id(one) for one in homes[key][workload].records if (device_of(one), one.cell.id) in cells}
     candidates = {id(record) for record in eligible((one.record for one in known), constraints, left_out)[0]}
     told = [one for one in known if id(one.record) in (candidates if one.is_wrong else used)]
-    return Survey(list(grounds.values()), refused, told)
+    return list(grounds.values()), refused, told
 
 
 def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:

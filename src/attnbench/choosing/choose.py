@@ -99,8 +99,8 @@ def choose(
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
-    found = survey(ordered, constraints, left_out or {})
-    grounds = sorted(found.grounds, key=lambda ground: repr(ground.place.key))
+    surveyed, refused, contradicted = survey(ordered, constraints, left_out or {})
+    grounds = sorted(surveyed, key=lambda ground: repr(ground.place.key))
     places: list[Place] = []
     for ground in grounds:
         around = list(ground.standings.values())
@@ -112,7 +112,7 @@ def choose(
             facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
             places.append(structs.replace(place, within=constraints or None, **facts))
     policy = Policy() | Policy(places=tuple(places))
-    return Chosen(policy, _unchosen(found.refused, grounds), tuple(grounds), tuple(found.setbacks))
+    return Chosen(policy, _unchosen(refused, grounds), tuple(grounds), tuple(contradicted))
 
 
 def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
@@ -146,10 +146,10 @@ def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Un
     """Return the workloads without an eligible record, with the reasons, except those that --only leaves out."""
     covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.standings}
     reasons: dict[tuple[str, str], dict[str, str]] = {}
-    for one in refused:
-        key = one.record.implementation.partition(".")[0], one.record.workload.id
+    for record, why in refused:
+        key = record.implementation.partition(".")[0], record.workload.id
         if key not in covered:
-            reasons.setdefault(key, {})[label(one.record)] = one.why
+            reasons.setdefault(key, {})[label(record)] = why
     unchosen: list[Unchosen] = []
     for key, whys in reasons.items():
         common = [why for why, _ in Counter(whys.values()).most_common()]
