@@ -20,7 +20,6 @@ SIZED = ("window", "prefix", "dilated")
 OVERALL = "Overall"
 """Title in place of a framework, for advice that compares all frameworks."""
 NO_MASK = "full"
-HIDES_NOTHING = " that hides nothing"
 
 
 class Family(Struct, frozen=True, kw_only=True):
@@ -87,26 +86,22 @@ def family_of(record: Record) -> Family:
     return family_of_shape(record.workload, device_of(record), framework_of(record))
 
 
+@lru_cache(maxsize=1 << 14)
 def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Family:
     """Return the family of a workload; its words do without the device and the framework."""
+    kinds = w.visible_mask.kinds
+    idle = kinds != (NO_MASK,) and mask_kind(w) == NO_MASK
     return Family(
         device=device,
         framework=framework,
         dtype=w.dtype,
         heads=f"{w.heads}" if w.heads == w.kv_heads else f"{w.heads}:{w.kv_heads}",
         head_dim=f"{w.head_dim}" if w.head_dim == w.value_dim else f"{w.head_dim}/{w.value_dim}",
-        mask=_mask_words(w),
+        mask="&".join(kinds) + (" that hides nothing" if idle else ""),
         pass_=w.pass_,
         shape="" if w.q_len == w.kv_len else "decode" if w.q_len == 1 else "rectangular",
         extras=" ".join(f"{name} {value}" for name, value in w.extras.items()),
     )
-
-
-@lru_cache(maxsize=4096)
-def _mask_words(workload: Workload) -> str:
-    kinds = workload.visible_mask.kinds
-    idle = kinds != (NO_MASK,) and mask_kind(workload) == NO_MASK
-    return "&".join(kinds) + (HIDES_NOTHING if idle else "")
 
 
 def tracks(records: Iterable[Record]) -> Tracks:
