@@ -86,7 +86,7 @@ def family_of(record: Record) -> Family:
     return family_of_shape(record.workload, device_of(record), framework_of(record))
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=4096)
 def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Family:
     """Return the family of a workload; its words do without the device and the framework."""
     kinds = w.visible_mask.kinds
