@@ -18,8 +18,7 @@ from marked_blocks import marked, replaced
 from printed_ranking import fullest, printed
 
 from attnbench.files import write_texts
-from attnbench.report.html.charts import Chart
-from attnbench.report.html.encodings import VEGA_LITE
+from attnbench.report.html.charts import VEGA_LITE, Chart
 from attnbench.report.html.history import find_history
 from attnbench.report.html.images import drawable
 from attnbench.report.html.page import Page, PageSection, collect_standings, compose, render

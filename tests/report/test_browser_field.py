@@ -17,7 +17,7 @@ pytest.importorskip("altair")
 pytest.importorskip("jinja2")
 pytest.importorskip("vl_convert")
 
-from attnbench.report.html.encodings import DARK, LIGHT
+from attnbench.report.html.charts import DARK, LIGHT
 from attnbench.report.html.page import Page, render
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)

@@ -24,7 +24,7 @@ pytest.importorskip("vl_convert")
 from attnbench import masks
 from attnbench.report.html import images, views
 from attnbench.report.html.cells import choose_baselines, make_cells, pack, unpack
-from attnbench.report.html.encodings import SYMBOLS, order_labels, ranges
+from attnbench.report.html.charts import SYMBOLS, order_labels, ranges
 from attnbench.report.html.images import write_images
 from attnbench.report.html.layout import family_choices, set_beside
 from attnbench.report.html.markdown import summarise

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, structs
 
 from attnbench.errors import UnknownName
-from attnbench.policy import Constraints, Place, Shape, place_of, shape_of
+from attnbench.policy import Constraints, Place, Shape, shape_of
+from attnbench.results.families import Track, length, tracks
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import Setback, Standing, Standings, by_date, setbacks, supersedes
-from attnbench.spec import Ok, Record
+from attnbench.results.standings import Places, Setback, Standing, Standings, by_date, setbacks, supersedes
+from attnbench.spec import Ok, Record, Workload
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
     ("torch.hf-sdpa", "torch.hf-eager"), "calls another candidate through Transformers: ask for it with --only"
 )
 """Implementations that are never faster than what they call, and import far more."""
 NOT_ASKED_FOR = "is not among --only"
-
-
-class Refusal(Struct, frozen=True):
-    """A record that may not be chosen, and why."""
-
-    record: Record
-    why: str
+Refusal = tuple[Record, str]
+"""A record that may not be chosen, and why."""
 
 
 def eligible(
@@ -39,7 +35,7 @@ def eligible(
         if why is None and is_timed(record):
             kept.append(record)
         else:
-            refused.append(Refusal(record, why or "was not timed"))
+            refused.append((record, why or "was not timed"))
     return kept, refused
 
 
@@ -94,7 +90,7 @@ def _why_too_inexact(record: Ok, limit: float) -> str | None:
     known = [error for error in errors.values() if error is not None]
     if any(not error <= limit for error in known):
         return f"has an error of {max(known):.1e}"
-    needed = ("forward", "backward") if record.workload.pass_ == "train" else (record.workload.pass_,)
+    needed = errors if record.workload.pass_ == "train" else (record.workload.pass_,)
     return "its error is unknown" if any(errors[part] is None for part in needed) else None
 
 
@@ -132,19 +128,18 @@ class Ground(Struct, frozen=True):
             found.setdefault(shape_of(standing.workload), []).append(standing)
         return found
 
-
-class Survey(Struct, frozen=True):
-    """The measurements of each place, and what may not be chosen of the runs."""
-
-    grounds: list[Ground]
-    refused: list[Refusal]
-    """Records that may not be chosen."""
-    setbacks: list[Setback]
-    """Candidates that are left out since a newer run found them incorrect, and those that a newer run could not run."""
+    @property
+    def lines(self) -> Iterator[tuple[Track, dict[str, list[Record]], dict[int, Workload]]]:
+        """Each track of the candidates, their records by name, and its workloads by length."""
+        for track, names in tracks(r for one in self.standings.values() for r in one.ranked.values()).items():
+            yield track, names, {length(r.workload): r.workload for records in names.values() for r in records}
 
 
-def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]) -> Survey:
-    """Return the measurements of each place, and what may not be chosen; oldest source first."""
+def survey(
+    sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
+) -> tuple[list[Ground], list[Refusal], list[Setback]]:
+    """Return the measurements of each place, what may not be chosen, and the candidates that a newer run found
+    incorrect (they are left out) or could not run; oldest source first."""
     grounds: dict[tuple[object, ...], Ground] = {}
     homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
@@ -172,29 +167,27 @@ def survey(sources: Sequence[CandidateRun], constraints: Constraints, left_out: 
             used |= {id(one) for one in homes[key][workload].records if (device_of(one), one.cell.id) in cells}
     candidates = {id(record) for record in eligible((one.record for one in known), constraints, left_out)[0]}
     told = [one for one in known if id(one.record) in (candidates if one.is_wrong else used)]
-    return Survey(list(grounds.values()), refused, told)
+    return list(grounds.values()), refused, told
 
 
 def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
-    """Yield place, workload id and standing of the candidates of a run, by place and workload.
+    """Yield place, workload id and standing of the candidates of a run, by place and workload. The whole run is ranked,
+    device by device, before candidates are selected: records that may not be chosen still decide by which clock a
+    workload is compared."""
 
-    The whole run is ranked, device by device, before candidates are selected: records that may not be chosen still
-    decide by which clock a workload is compared.
-    """
-    places: dict[tuple[str, str, str], Place] = {}
-    for record in candidates:
-        assert record.environment is not None
-        place = place_of(structs.replace(record.environment, framework=framework_of(record)))
-        places[device_of(record), framework_of(record), record.cell.id] = place
-    for device in dict.fromkeys(device_of(record) for record in records):
+    def cell_of(record: Record) -> tuple[str, str, str]:
+        return device_of(record), framework_of(record), record.cell.id
+
+    known = Places()
+    places = {cell_of(record): known.of(record)[1] for record in candidates}
+    for device in dict.fromkeys(map(device_of, records)):
         for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
-            rows = {(device, framework_of(row.record), row.record.cell.id) for row in whole.rows}
-            here = {places[key].key: places[key] for key in rows & places.keys()}
-            for place in here.values():
+            here = {place.key: place for row in whole.rows if (place := places.get(cell_of(row.record))) is not None}
+            for key, place in here.items():
 
-                def is_candidate(record: Record, place: Place = place) -> bool:
-                    found = places.get((device_of(record), framework_of(record), record.cell.id))
-                    return found is not None and found.key == place.key
+                def is_candidate(record: Record, key: object = key) -> bool:
+                    found = places.get(cell_of(record))
+                    return found is not None and found.key == key
 
                 standing = whole.only(is_candidate)
                 if standing.ranked:

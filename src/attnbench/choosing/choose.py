@@ -7,9 +7,9 @@ the pick among tied candidates (by a rule that noise does not move, so that reru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from math import inf, log, log2
+from math import log, log2
 
 from msgspec import Struct, structs
 
@@ -30,11 +30,10 @@ from attnbench.policy import (
     shape_of,
 )
 from attnbench.results.by_length import LengthRange, boundary
-from attnbench.results.families import length, tracks
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
-from attnbench.results.records import label
+from attnbench.results.records import label, share_of_allowed
 from attnbench.results.standings import Setback, Standing
-from attnbench.spec import Environment, Ok
+from attnbench.spec import Environment
 
 SHOWN_REASONS = 3
 UNSTABLE = "unstable samples"
@@ -65,28 +64,28 @@ class Chosen(Struct, frozen=True):
         return [(places[ground.place.key], ground) for ground in self.grounds if ground.place.key in places]
 
     @property
-    def unstable(self) -> int:
-        """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
-        count = 0
+    def _measured(self) -> Iterator[tuple[Entry, list[Standing]]]:
+        """Each entry of the policy, with the standings that it was chosen from."""
         for place, ground in self.placed:
             standings = ground.by_shape
-            for entry in place.entries:
-                names = [one.label for one in (entry.use, entry.use.runner_up) if one is not None]
-                records = [one.ranked[name] for one in standings[entry.at] for name in names]
-                count += any(note.startswith(UNSTABLE) for record in records for note in record.notes)
-        return count
+            yield from ((entry, standings[entry.at]) for entry in place.entries)
+
+    @property
+    def unstable(self) -> int:
+        """Number of choices whose samples, or those of the runner-up, are marked as unstable."""
+
+        def is_unstable(entry: Entry, standings: Sequence[Standing]) -> bool:
+            names = [one.label for one in (entry.use, entry.use.runner_up) if one is not None]
+            records = (one.ranked[name] for one in standings for name in names)
+            return any(note.startswith(UNSTABLE) for record in records for note in record.notes)
+
+        return sum(is_unstable(*one) for one in self._measured)
 
     @property
     def host_limited(self) -> list[tuple[Entry, float]]:
         """Choices whose device waits for its host, each with time of the call / time of its kernels."""
-        found: list[tuple[Entry, float]] = []
-        for place, ground in self.placed:
-            standings = ground.by_shape
-            for entry in place.entries:
-                ratios = [host_limit(one.ranked[entry.use.label]) for one in standings[entry.at]]
-                if any(ratios):
-                    found.append((entry, max(ratio for ratio in ratios if ratio is not None)))
-        return found
+        limits = [(entry, [host_limit(one.ranked[entry.use.label]) for one in ran]) for entry, ran in self._measured]
+        return [(entry, max(filter(None, ratios))) for entry, ratios in limits if any(ratios)]
 
 
 def choose(
@@ -95,16 +94,13 @@ def choose(
     left_out: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
 ) -> Chosen:
-    """Return the policy of some runs.
-
-    `left_out`: implementations that are chosen only if `only` names them -> the reason. `known`: names that may be
-    forbidden though no run holds them.
-    """
+    """Return the policy of some runs. `left_out`: implementations that are chosen only if `only` names them -> the
+    reason. `known`: names that may be forbidden though no run holds them."""
     ordered = sorted(sources, key=lambda source: source.created)
     constraints = constraints or Constraints()
     check_names(constraints, (record for source in ordered for record in source.records), known)
-    found = survey(ordered, constraints, left_out or {})
-    grounds = sorted(found.grounds, key=lambda ground: repr(ground.place.key))
+    surveyed, refused, contradicted = survey(ordered, constraints, left_out or {})
+    grounds = sorted(surveyed, key=lambda ground: repr(ground.place.key))
     places: list[Place] = []
     for ground in grounds:
         around = list(ground.standings.values())
@@ -116,33 +112,31 @@ def choose(
             facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
             places.append(structs.replace(place, within=constraints or None, **facts))
     policy = Policy() | Policy(places=tuple(places))
-    return Chosen(policy, _unchosen(found.refused, grounds), tuple(grounds), tuple(found.setbacks))
+    return Chosen(policy, _unchosen(refused, grounds), tuple(grounds), tuple(contradicted))
 
 
 def _crossings(place: Place, ground: Ground) -> tuple[Crossing, ...]:
     """Return every change of the choice between neighbouring lengths of otherwise equal workloads, with an interval."""
     picks = {entry.at: entry.use.label for entry in place.entries}
     found: list[Crossing] = []
-    lines = tracks(record for one in ground.standings.values() for record in one.ranked.values())
-    for track, names in lines.items():
-        workloads = {length(r.workload): r.workload for records in names.values() for r in records}
+    for track, names, workloads in ground.lines:
         chosen = [(n, picks[shape]) for n in sorted(workloads) if (shape := shape_of(workloads[n])) in picks]
-        parts = [
-            LengthRange(name, tuple(n for n, _ in group)) for name, group in groupby(chosen, key=lambda one: one[1])
-        ]
-        for below, above in pairwise(parts):
+        runs = groupby(chosen, key=lambda one: one[1])
+        for below, above in pairwise(LengthRange(name, tuple(n for n, _ in group)) for name, group in runs):
             figure = boundary(names, below, above)
-            measured = below.lengths[-1], above.lengths[0]
-            known = figure.low is not None and figure.high is not None
+            low, high, tokens = below.lengths[-1], above.lengths[0], None
+            if figure.low is not None and figure.high is not None:
+                low, high = figure.low, figure.high
+                tokens = round(figure.value) if figure.value != high else None
             found.append(
                 Crossing(
                     track=f"{track.family.title}, {track.title}",
-                    pass_=next(iter(workloads.values())).pass_,
+                    pass_=track.family.pass_,
                     below=below.name,
                     above=above.name,
-                    tokens=round(figure.value) if known and figure.value != figure.high else None,
-                    low=figure.low if known and figure.low is not None else measured[0],
-                    high=figure.high if known and figure.high is not None else measured[1],
+                    tokens=tokens,
+                    low=low,
+                    high=high,
                 )
             )
     return tuple(sorted(found, key=lambda one: (one.track, one.low)))
@@ -152,10 +146,10 @@ def _unchosen(refused: Sequence[Refusal], grounds: Sequence[Ground]) -> tuple[Un
     """Return the workloads without an eligible record, with the reasons, except those that --only leaves out."""
     covered = {(ground.place.framework, workload) for ground in grounds for workload in ground.standings}
     reasons: dict[tuple[str, str], dict[str, str]] = {}
-    for one in refused:
-        key = one.record.implementation.partition(".")[0], one.record.workload.id
+    for record, why in refused:
+        key = record.implementation.partition(".")[0], record.workload.id
         if key not in covered:
-            reasons.setdefault(key, {})[label(one.record)] = one.why
+            reasons.setdefault(key, {})[label(record)] = why
     unchosen: list[Unchosen] = []
     for key, whys in reasons.items():
         common = [why for why, _ in Counter(whys.values()).most_common()]
@@ -172,10 +166,8 @@ MOST_ALTERNATIVES = 8
 
 
 def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choice | None:
-    """Return the choice for workloads that share one entry; None if no candidate was timed on all of them.
-
-    `around`: all standings of the place, which decide between candidates that are tied here.
-    """
+    """Return the choice for workloads that share one entry; None if no candidate was timed on all of them. `around`:
+    all standings of the place, which decide between candidates that are tied here."""
     shared = ranked_on_all(standings)
     if not shared:
         return None
@@ -196,12 +188,9 @@ def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choi
         regret_high=round(max([regret, *(1 / one.low for one in others.values())]), 4),
         candidates=len(shared),
         alternatives=tuple(
-            Alternative(
-                implementation=ranked[other].implementation,
-                config=dict(ranked[other].config),
-                ratio=round(max(others[other].value, 0.0), 4),
-            )
+            Alternative(implementation=one.implementation, config=dict(one.config), ratio=round(others[other].value, 4))
             for other in order[:MOST_ALTERNATIVES]
+            for one in (ranked[other],)
         ),
         measured=record.workload.id,
     )
@@ -241,12 +230,9 @@ def _tied(fastest: str, names: Sequence[str], standings: Sequence[Standing]) -> 
     return tied
 
 
-def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[int, int, bool]:
-    """Return the sort key of tied names, least first: closeness to the allowed error, memory, whether a config is
-    needed.
-
-    The memory rank is 0 for the least known peak, peaks within 5 % of it and unknown peaks; 1 more for each doubling.
-    """
+def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) -> tuple[bool, int, bool]:
+    """Return the sort key of tied names, least first: whether the error is near the allowed one, memory (0 for the
+    least known peak, peaks within 5 % of it and unknown ones; 1 more for each doubling), whether a config is needed."""
     octaves: dict[str, float] = {}
     for other in tied:
         peaks = [one.ranked[other].memory.peak_bytes for one in standings]
@@ -255,15 +241,8 @@ def _merit_key(name: str, tied: Sequence[str], standings: Sequence[Standing]) ->
             octaves[other] = sum(known) / len(known)
     more = octaves[name] - min(octaves.values()) if name in octaves else 0.0
     records = [one.ranked[name] for one in standings]
-    return max(map(_error_rank, records)), 0 if more <= log2(TIE_LIMIT) else 1 + int(more), bool(records[0].config)
-
-
-def _error_rank(record: Ok) -> int:
-    """Return 1 if the error is more than half of the allowed one, else 0."""
-    errors = record.errors
-    pairs = ((errors.forward, errors.forward_allowed), (errors.backward, errors.backward_allowed))
-    shares = [error / allowed if allowed else inf for error, allowed in pairs if error and allowed is not None]
-    return int(max(shares, default=0.0) > COMFORTABLE)
+    inexact = any((share_of_allowed(record.errors) or 0.0) > COMFORTABLE for record in records)
+    return inexact, 0 if more <= log2(TIE_LIMIT) else 1 + int(more), bool(records[0].config)
 
 
 class Loss(Struct, frozen=True):
@@ -289,10 +268,8 @@ def fixed_losses(ground: Ground) -> list[Loss]:
 
 
 def held_out_of(place: Place, ground: Ground) -> Regret | None:
-    """Return the regret if each shape in turn is answered by its neighbours; None if no shape has a neighbour.
-
-    Shapes without a neighbour are counted as missed.
-    """
+    """Return the regret if each shape in turn is answered by its neighbours; None if no shape has a neighbour. Shapes
+    without a neighbour are counted as missed."""
 
     def by_neighbours(shape: Shape, _: Sequence[Standing]) -> Choice | None:
         others = tuple(one for one in place.entries if one.at != shape)
@@ -312,11 +289,8 @@ def environment_of(ground: Ground) -> Environment:
 def _regret(
     ground: Ground, choice: Callable[[Shape, Sequence[Standing]], Choice | None], shapes: set[Shape] | None = None
 ) -> Regret | None:
-    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`.
-
-    At a shape it is time of the choice / time of the fastest; a shape is missed if neither the choice nor an
-    alternative was timed there.
-    """
+    """Return the pooled regret of `choice` over all shapes, or over those in `shapes`. At a shape it is time of the
+    choice / time of the fastest; a shape is missed if neither the choice nor an alternative was timed there."""
     kept = {shape: ran for shape, ran in ground.by_shape.items() if shapes is None or shape in shapes}
     regrets: list[Regret] = []
     for shape, standings in kept.items():

@@ -16,7 +16,7 @@ from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen
 from attnbench.errors import InvalidWorkload
 from attnbench.policy import REACH, Place, shape_of
-from attnbench.results.families import Track, length, tracks
+from attnbench.results.families import Track, length
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.standings import Standing, contenders
 from attnbench.spec import Workload
@@ -48,9 +48,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
 def proposals(chosen: Chosen, variants: Variants) -> list[Proposal]:
     """Return what to measure next, the largest gain first; frameworks share a workload's proposal."""
     pairs = chosen.placed
-    found = [proposal for place, ground in pairs for proposal in _between(place, ground)]
-    found = found or [proposal for place, ground in pairs for proposal in _unreached(place, ground)]
-    found = found or [proposal for _, ground in pairs for proposal in _configs(ground, variants)]
+    found = [one for pair in pairs for one in _between(*pair)] or [one for pair in pairs for one in _unreached(*pair)]
+    found = found or [one for _, ground in pairs for one in _configs(ground, variants)]
     merged: dict[str, Proposal] = {}
     for one in found:
         before = merged.get(one.workload.id)
@@ -103,8 +102,7 @@ def _unreached(place: Place, ground: Ground) -> Iterator[Proposal]:
 
 def _neighbours(ground: Ground) -> Iterator[tuple[Workload, Workload, Workload]]:
     """Yield pairs of workloads of neighbouring lengths, equal otherwise, each with a workload between them."""
-    for track, names in tracks(r for one in ground.standings.values() for r in one.ranked.values()).items():
-        workloads = {length(r.workload): r.workload for records in names.values() for r in records}
+    for track, _, workloads in ground.lines:
         for low, high in pairwise(sorted(workloads)):
             middle = (low * high) ** 0.5
             rounded = (round(middle / step) * step for step in STEPS)

@@ -15,10 +15,10 @@ from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.policy import Crossing, Entry, Place, Policy, Regret, pooled
 from attnbench.report.terminal import plain_table
 from attnbench.report.units import DASH
-from attnbench.results.advice import listed, tokens, workloads
+from attnbench.results.advice import listed, tokens
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import TOO_WIDE
-from attnbench.results.sentences import setback_sentences
+from attnbench.results.sentences import counted, setback_sentences
 from attnbench.results.standings import Setback
 
 SHOWN_PICKS = 4
@@ -39,7 +39,7 @@ def print_policy(console: Console, policy: Policy, unchosen: Sequence[Unchosen])
         line = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
         console.print(line, highlight=False, soft_wrap=True)
     if len(unchosen) > SHOWN_UNCHOSEN:
-        rest = workloads(len(unchosen) - SHOWN_UNCHOSEN)
+        rest = counted(len(unchosen) - SHOWN_UNCHOSEN, "workload")
         console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them", highlight=False)
 
 
@@ -92,13 +92,13 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
 
 def judgement(policy: Policy, losses: Sequence[Loss], setbacks: Sequence[Setback] = ()) -> str:
     """Return the closing sentence of a policy that was evaluated on runs, after what newer runs say of older times."""
-    total = pooled(one.regret for one in losses if one.regret is not None)
+    total = pooled(one.regret for one in losses)
     before = "".join(f"{sentence} " for sentence in setback_sentences(setbacks))
     if total is None:
         return f"{before}{policy.name} has no choice for any shape in these runs."
     missed = f"; no choice for {total.missed}" if total.missed else ""
     worst = f"worst {total.worst:.2f} at {total.worst_at}"
-    return f"{before}{policy.name}: regret {total.mean:.3f} over {_shapes_text(total.shapes)} ({worst}){missed}."
+    return f"{before}{policy.name}: regret {total.mean:.3f} over {counted(total.shapes, 'shape')} ({worst}){missed}."
 
 
 def closing(chosen: Chosen) -> str:
@@ -107,8 +107,7 @@ def closing(chosen: Chosen) -> str:
     policy, before = chosen.policy, "".join(f"{sentence} " for sentence in setback_sentences(chosen.setbacks))
     if not policy.entries:
         return f"{before}No implementation could be chosen for any workload."
-    on_grid = pooled(one for place in policy.places if (one := place.on_grid) is not None)
-    off_grid = pooled(one for place in policy.places if (one := place.held_out) is not None)
+    on_grid, off_grid = pooled(one.on_grid for one in policy.places), pooled(one.held_out for one in policy.places)
     picks = "; ".join(_picks_text(place) for place in policy.places)
     kept = f" Chosen within: {policy.within}." if policy.within else ""
     count, total = chosen.unstable, len(policy.entries)
@@ -131,7 +130,7 @@ def _picks_text(place: Place) -> str:
     counts = Counter(entry.use.label for entry in entries).most_common()
     parts = [f"{name} on {n}" for name, n in counts[:SHOWN_PICKS]]
     rest = sum(n for _, n in counts[SHOWN_PICKS:])
-    return f"{listed([*parts, *([f'others on {rest}'] if rest else [])])} of {_shapes_text(len(entries))}"
+    return f"{listed([*parts, *([f'others on {rest}'] if rest else [])])} of {counted(len(entries), 'shape')}"
 
 
 def _regrets_text(on_grid: Regret | None, off_grid: Regret | None) -> str:
@@ -141,10 +140,6 @@ def _regrets_text(on_grid: Regret | None, off_grid: Regret | None) -> str:
         return f"{text}, unknown off it (no shape has a neighbour)"
     missed = f", {off_grid.missed} without a neighbour" if off_grid.missed else ""
     return f"{text}, {off_grid.mean:.3f} held out (worst {off_grid.worst:.2f} at {off_grid.worst_at}{missed})"
-
-
-def _shapes_text(count: int) -> str:
-    return f"{count} shape{'' if count == 1 else 's'}"
 
 
 def document(chosen: Chosen, path: object) -> dict[str, object]:

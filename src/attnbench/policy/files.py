@@ -13,7 +13,7 @@ from msgspec import structs
 
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, PolicyWarning, UsageError
-from attnbench.files import convert, decode_json, read_content, write_texts
+from attnbench.files import convert, decode_json, read_content, write_errors, write_texts
 from attnbench.policy.policy import SCHEMA, Policy
 from attnbench.printable import printable
 
@@ -77,11 +77,8 @@ def _first_fault(content: bytes, error: Exception) -> tuple[int | None, str]:
 
 def save_policy(policy: Policy, path: str | Path) -> None:
     """Write a policy file, as a whole or not at all."""
-    path = Path(path)
-    try:
-        write_texts({path: policy_text(policy)})
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
+    with write_errors(path, "Choose another file with -o."):
+        write_texts({Path(path): policy_text(policy)})
 
 
 def policy_text(policy: Policy) -> str:

@@ -34,13 +34,13 @@ class Constraints(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
     def __str__(self) -> str:
         parts = [
-            f"at most {self.max_memory:,} extra bytes" if self.max_memory is not None else "",
+            "" if self.max_memory is None else f"at most {self.max_memory:,} extra bytes",
             "deterministic" if self.deterministic else "",
-            f"error up to {self.max_error:g}" if self.max_error is not None else "",
+            "" if self.max_error is None else f"error up to {self.max_error:g}",
             f"only {', '.join(self.only)}" if self.only else "",
             f"without {', '.join(self.forbid)}" if self.forbid else "",
         ]
-        return "; ".join(part for part in parts if part)
+        return "; ".join(filter(None, parts))
 
 
 Settings = dict[str, int | float | str | bool]
@@ -53,13 +53,9 @@ def label_of(implementation: str, config: Settings) -> str:
     return f"{implementation}[{settings}]" if settings else implementation
 
 
-class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A slower candidate, which is used if the choice cannot run."""
-
+class _Candidate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     implementation: str
     config: Settings = {}
-    ratio: float
-    """Time of the alternative / time of the choice, in the same run."""
 
     @property
     def label(self) -> str:
@@ -67,11 +63,16 @@ class Alternative(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         return label_of(self.implementation, self.config)
 
 
-class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Alternative(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A slower candidate, which is used if the choice cannot run."""
+
+    ratio: float
+    """Time of the alternative / time of the choice, in the same run."""
+
+
+class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Implementation to run, the time it is expected to lose against the fastest, and the evidence."""
 
-    implementation: str
-    config: Settings = {}
     regret: float = 1.0
     """Time of the choice / time of the fastest: more than 1 after a near tie, and off the measured grid."""
     regret_high: float = 1.0
@@ -98,11 +99,6 @@ class Choice(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             raise ValueError(
                 f"regret must be 1 or more and regret_high at least regret, not {self.regret} and {self.regret_high}"
             )
-
-    @property
-    def label(self) -> str:
-        """Name in tables."""
-        return label_of(self.implementation, self.config)
 
     @property
     def regret_known(self) -> bool:
@@ -377,9 +373,9 @@ def place_of(environment: Environment) -> Place:
     )
 
 
-def pooled(parts: Iterable[Regret]) -> Regret | None:
-    """Return the regret over the shapes of all parts; None without parts."""
-    each = list(parts)
+def pooled(parts: Iterable[Regret | None]) -> Regret | None:
+    """Return the regret over the shapes of all parts that are known; None without any."""
+    each = [one for one in parts if one is not None]
     if not each:
         return None
     count = sum(one.shapes for one in each)
@@ -412,7 +408,7 @@ def _merge_held_out(old: Place, new: Place) -> Regret | None:
         shapes = {entry.at for entry in whole.entries}
         if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
             return whole.held_out
-    return pooled(one for one in (old.held_out, new.held_out) if one is not None)
+    return pooled((old.held_out, new.held_out))
 
 
 def _missing_axes(shape: Shape, entries: Iterable[Entry]) -> str:

@@ -103,10 +103,8 @@ def diagnosis_verdict(states: Sequence[ImplementationState]) -> str:
 
 
 def section_facts(environments: dict[str, Environment], records: Iterable[Record]) -> Facts:
-    """Return name of a fact -> its values in each framework's environments, without facts that are not known.
-
-    The environments of one section have the same machine and packages; clocks, variables and commits may differ.
-    """
+    """Return name of a fact -> its values in each framework's environments, without facts that are not known. The
+    environments of one section have the same machine and packages; clocks, variables and commits may differ."""
     known: dict[str, list[Environment]] = {name: [one] for name, one in environments.items()}
     for one in {id(record.environment): record.environment for record in records}.values():
         if one is not None and one not in known.setdefault(one.framework, []):

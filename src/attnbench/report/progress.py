@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -31,42 +32,35 @@ class Count:
     """Cells asked for, checked and finished, for the bars and for the plain lines."""
 
     def __init__(self) -> None:
-        self.runnable: dict[str, Cell] = {}
-        self.skipped = 0
-        self.checked: set[str] = set()
-        self.good: set[str] = set()
+        self.runnable: set[str] = set()
+        self.checked: dict[str, bool] = {}
+        """Ids of the cells that were verified -> whether they passed."""
         self.finished: dict[str, bool] = {}
-        self._of_workload: dict[str, list[str]] = {}
-        """The ids of the cells to run, by workload."""
+        self.left: Counter[str] = Counter()
+        """Cells without a record, by workload."""
 
     def plan(self, cells: Sequence[Planned]) -> None:
         """Add cells to run; cells with a reason will not run."""
-        for cell in (one.cell for one in cells if one.reason is None):
-            self.runnable[cell.id] = cell
-            self._of_workload.setdefault(cell.workload.id, []).append(cell.id)
-        self.skipped += sum(one.reason is not None for one in cells)
+        for cell in (one.cell for one in cells if one.reason is None and one.cell.id not in self.runnable):
+            self.runnable.add(cell.id)
+            self.left[cell.workload.id] += 1
 
     def check(self, cell: Cell, ok: bool) -> None:
-        """Count a cell that was verified."""
-        self.checked.add(cell.id)
-        if ok:
-            self.good.add(cell.id)
+        """Count a cell that was verified; one that passed and fails later has passed."""
+        self.checked[cell.id] = ok or self.checked.get(cell.id, False)
 
     def finish(self, record: Record) -> None:
         """Count a cell with a final record, also a crashed one, which was never reported as verified."""
-        if record.cell.id not in self.runnable:
-            return
-        self.finished[record.cell.id] = isinstance(record, Ok)
-        self.check(record.cell, isinstance(record, Ok))
+        cell = record.cell
+        if cell.id in self.runnable:
+            self.left[cell.workload.id] -= cell.id not in self.finished
+            self.finished[cell.id] = isinstance(record, Ok)
+            self.check(cell, isinstance(record, Ok))
 
     @property
     def to_measure(self) -> int:
         """Number of cells that are, or may still be, worth timing."""
         return len(self.runnable) - sum(not ok for ok in self.finished.values())
-
-    def workload_is_over(self, workload_id: str) -> bool:
-        """Return whether all cells of a workload have a record."""
-        return all(cell_id in self.finished for cell_id in self._of_workload.get(workload_id, ()))
 
 
 class Silent(Listener):
@@ -109,11 +103,10 @@ class Lines(Silent):
             return
         self.count.finish(record)
         workload = record.workload.id
-        if workload in self._announced or not self.count.workload_is_over(workload):
-            return
-        self._announced.add(workload)
-        done = len(self.count.finished)
-        self.console.print(f"{done}/{len(self.count.runnable)} cells · {escape(workload)}", highlight=False)
+        if workload not in self._announced and not self.count.left[workload]:
+            self._announced.add(workload)
+            done = f"{len(self.count.finished)}/{len(self.count.runnable)} cells"
+            self.console.print(f"{done} · {escape(workload)}", highlight=False)
 
 
 class ToldColumn(ProgressColumn):
@@ -162,8 +155,9 @@ class Bars(Silent):
 
     def _draw(self) -> None:
         count = self.count
-        bad = len(count.checked) - len(count.good)
-        told = Text.assemble((f"✓ {len(count.good)}", "green"), (f" ✗ {bad}" if bad else "", "red"))
+        good = sum(count.checked.values())
+        bad = len(count.checked) - good
+        told = Text.assemble((f"✓ {good}", "green"), (f" ✗ {bad}" if bad else "", "red"))
         self._progress.update(self._bars["verify"], total=len(count.runnable), completed=len(count.checked), told=told)
         if "measure" in self._bars:
             done = sum(count.finished.values())

@@ -16,7 +16,7 @@ from attnbench.comparison import Comparison
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.files import decode_json, draft_of, read_content, refuse_run_file
 from attnbench.report import units
-from attnbench.results.records import is_timed, median_ns
+from attnbench.results.records import clock_of, is_timed, median_ns
 from attnbench.results.run_file import impossible_times, read_run
 from attnbench.spec import Ok, Record
 
@@ -80,20 +80,18 @@ def read_earlier(path: Path) -> list[Record]:
 
 def summary_lines(session: SessionFile) -> Iterator[str]:
     """Yield a line per time and per comparison, then the counts."""
-    timed = [record for record in session.records if is_timed(record)]
-    for record in timed:
-        assert record.time is not None
-        median = record.time.median_ns
-        yield f"{_what(record)}: {units.duration(median)} {units.half_interval(median, record.time.ci95_ns)}"
+    times = [(record, record.time) for record in session.records if record.time is not None]
+    for record, time in times:
+        interval = units.half_interval(time.median_ns, time.ci95_ns)
+        yield f"{_what(record)}: {units.duration(time.median_ns)} {interval}"
     for comparison in session.comparisons:
         yield f"{comparison.workload.id}: {sentence(comparison)}"
-    checked = len(session.records) - len(timed)
-    compared = [one for one in session.comparisons if one.verdict is not None]
+    compared = sum(one.verdict is not None for one in session.comparisons)
     counts = {
-        "checked": checked,
-        "measured": len(timed),
-        "compared": len(compared),
-        "not compared": len(session.comparisons) - len(compared),
+        "checked": len(session.records) - len(times),
+        "measured": len(times),
+        "compared": compared,
+        "not compared": len(session.comparisons) - compared,
     }
     yield ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing was asked for"
 
@@ -102,22 +100,20 @@ def earlier_lines(now: Sequence[Record], then: Iterable[Record]) -> Iterator[str
     """Yield the ratio of every time to the earlier one, if both come from the same environment; else what differs."""
     known = {record.cell.id: record for record in then}
     refused: dict[str, list[str]] = {}
-    compared = False
     timed = [record for record in now if is_timed(record)]
+    ids = [record.cell.id for record in timed]
     for record in timed:
-        reason = _obstacle(record, known.get(record.cell.id), [other.cell.id for other in timed])
-        if reason is not None:
-            refused.setdefault(reason, []).append(record.cell.id)
+        earlier = known.get(record.cell.id)
+        reason = _obstacle(record, earlier, ids)
+        if reason is not None or earlier is None or not is_timed(earlier):
+            refused.setdefault(reason or "", []).append(record.cell.id)
             continue
-        compared = True
-        earlier = known[record.cell.id]
-        assert is_timed(earlier)
         here, there = median_ns(record), median_ns(earlier)
         ratio = f"{here / there:.2f}x the earlier time ({units.duration(here)}, was {units.duration(there)})"
         yield f"{_what(record)}: {ratio}"
-    for reason, ids in refused.items():
-        yield f"not compared ({reason}): {', '.join(dict.fromkeys(ids))}"
-    if compared:
+    for reason, cells in refused.items():
+        yield f"not compared ({reason}): {', '.join(dict.fromkeys(cells))}"
+    if sum(map(len, refused.values())) < len(timed):
         yield CAVEAT
 
 
@@ -133,8 +129,8 @@ def _obstacle(now: Ok, then: Record | None, measured: Sequence[str]) -> str | No
         return "its environment is not known"
     if differing := differences(then.environment, now.environment):
         return f"another environment: {'; '.join(differing)}"
-    clocks = [record.time.clock for record in (now, then) if record.time is not None]
-    return None if clocks[0] == clocks[1] else f"clock is {clocks[0]}, was {clocks[1]}"
+    clock, earlier = clock_of(now), clock_of(then)
+    return None if clock == earlier else f"clock is {clock}, was {earlier}"
 
 
 def _what(record: Record) -> str:

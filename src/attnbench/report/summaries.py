@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
-from attnbench.errors import UsageError
-from attnbench.files import write_texts
+from attnbench.files import write_errors, write_texts
 from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.printable import printable_lines
 from attnbench.report.environment import environment_line
@@ -22,7 +21,7 @@ from attnbench.results.by_length import crossover
 from attnbench.results.families import FRAMEWORKS, OVERALL, Track, tracks
 from attnbench.results.growth import compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.recommend import compared_families, compared_tracks
-from attnbench.results.records import baseline, label
+from attnbench.results.records import baseline, label, without_result
 from attnbench.results.sentences import capped, count_notes, name_wrong, setback_sentences, speedups, wrong_sentences
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
@@ -31,6 +30,7 @@ SCHEMA = 1
 CHANGING = ("from", "until", "mixed")
 """Kinds of crossovers in which both sides are significantly faster somewhere."""
 Document = dict[str, Any]
+Tables = dict[str, Iterable[Document]]
 FILES = ("correctness.json", "memory.json", "performance.json", "summary.txt")
 WHICH = "Which one"
 GROUPS: Mapping[str, tuple[int, tuple[Kind, ...]]] = {
@@ -77,37 +77,33 @@ class MachineStandings(Struct, frozen=True):
         """Name of the implementation that speed-ups are against."""
         return baseline(self.records, self.standings.against)
 
-    def named(self, rows: Iterable[Document]) -> list[Document]:
-        """Return rows of a document, each with the title of this part."""
-        return [row | {"section": self.title} for row in rows]
-
 
 def performance(parts: Sequence[MachineStandings]) -> Document:
     """Return times, rates, speed-ups with their categories, growth with length, crossovers and advice."""
+
+    def tables(part: MachineStandings) -> Tables:
+        base, standings = part.baseline, part.standings
+        apart = (one for key in standings.overall for one in standings.apart(key))
+        return {
+            "cells": (_cell(record) | _speed(record) for record in part.records if isinstance(record, Ok)),
+            "speedups": (structs.asdict(gain) for one in apart if base is not None for gain in speedups(one, base)),
+            "scaling": _growth(part.records, of_time=True),
+            "crossovers": _crossovers(part),
+            "recommendations": map(structs.asdict, part.advice),
+        }
+
     bases = {part.baseline for part in parts}
-    document = _document(parts) | {"baseline": bases.pop() if len(bases) == 1 else None}
-    tables: dict[str, list[Document]] = {
-        name: [] for name in ("cells", "speedups", "scaling", "crossovers", "recommendations")
-    }
-    for part in parts:
-        apart = [one for key in part.standings.overall for one in part.standings.apart(key)]
-        gains = [] if part.baseline is None else [gain for one in apart for gain in speedups(one, part.baseline)]
-        tables["cells"] += part.named(_cell(r) | _speed(r) for r in part.records if isinstance(r, Ok))
-        tables["speedups"] += part.named(map(structs.asdict, gains))
-        tables["scaling"] += part.named(_growth(part.records, of_time=True))
-        tables["crossovers"] += part.named(_crossovers(part))
-        tables["recommendations"] += part.named(map(structs.asdict, part.advice))
-    return document | tables
+    return _document(parts, tables, baseline=bases.pop() if len(bases) == 1 else None)
 
 
 def memory(parts: Sequence[MachineStandings]) -> Document:
     """Return peaks with theory, their growth, and the length at which each implementation runs out of memory."""
-    cells: list[Document] = []
-    growth: list[Document] = []
-    for part in parts:
-        cells += part.named(_cell(r) | {"memory": r.memory, "reason": r.reason} for r in part.records)
-        growth += part.named(_growth(part.records, of_time=False))
-    return _document(parts) | {"cells": cells, "growth": growth}
+
+    def tables(part: MachineStandings) -> Tables:
+        cells = (_cell(r) | {"memory": r.memory, "reason": r.reason} for r in part.records)
+        return {"cells": cells, "growth": _growth(part.records, of_time=False)}
+
+    return _document(parts, tables)
 
 
 def correctness(parts: Sequence[MachineStandings]) -> Document:
@@ -122,19 +118,24 @@ def correctness(parts: Sequence[MachineStandings]) -> Document:
             "approximate": record.approximate if isinstance(record, Ok) else None,
         }
 
-    return _document(parts) | {
-        "statuses": Counter(record.status for part in parts for record in part.records),
-        "cells": [row for part in parts for row in part.named(map(checked, part.records))],
-    }
+    statuses = Counter(record.status for part in parts for record in part.records)
+    return _document(parts, lambda part: {"cells": map(checked, part.records)}, statuses=statuses)
 
 
-def _document(parts: Sequence[MachineStandings]) -> Document:
-    return {"schema": SCHEMA, "sections": [{"title": part.title, "baseline": part.baseline} for part in parts]}
+def _document(
+    parts: Sequence[MachineStandings], tables: Callable[[MachineStandings], Tables], **facts: object
+) -> Document:
+    """Return facts, and the tables of all parts below each other, each row with the title of its part."""
+    sections = [{"title": part.title, "baseline": part.baseline} for part in parts]
+    document: Document = {"schema": SCHEMA, "sections": sections} | facts
+    for part in parts:
+        for name, rows in tables(part).items():
+            document.setdefault(name, []).extend(row | {"section": part.title} for row in rows)
+    return document
 
 
-def _growth(records: Sequence[Record], of_time: bool) -> list[Document]:
-    """Return how time or memory grows along every track that was measured at enough lengths."""
-    rows: list[Document] = []
+def _growth(records: Sequence[Record], of_time: bool) -> Iterator[Document]:
+    """Yield how time or memory grows along every track that was measured at enough lengths."""
     for track, names in tracks(records).items():
         for name, members in names.items():
             fit = exponent(time_points(members) if of_time else memory_points(members))
@@ -145,22 +146,19 @@ def _growth(records: Sequence[Record], of_time: bool) -> list[Document]:
             else:
                 classes = {"growth": fit.growth, "growth_in_theory": fit.growth_in_theory}
                 figures = {"memory": fit, **classes, "fits_until": fits_until(members)}
-            rows.append(_line(track, name) | figures)
-    return rows
+            yield _line(track, name) | figures
 
 
-def _crossovers(part: MachineStandings) -> list[Document]:
-    """Return the crossover of every implementation that changes places with the baseline along a track."""
-    rows, base = [], part.baseline
+def _crossovers(part: MachineStandings) -> Iterator[Document]:
+    """Yield the crossover of every implementation that changes places with the baseline along a track."""
+    if (base := part.baseline) is None:
+        return
     for track, names in compared_tracks(compared_families(part.standings)).items():
-        for name, records in names.items():
-            if base is None or name == base or base not in names:
-                continue
-            place = crossover(records, names[base])
+        for name, records in names.items() if base in names else ():
+            place = crossover(records, names[base]) if name != base else None
             if place is not None and place.kind in CHANGING:
                 rounded_off = structs.replace(place, length=place.point)
-                rows.append(_line(track, name) | {"against": base, "crossover": rounded_off})
-    return rows
+                yield _line(track, name) | {"against": base, "crossover": rounded_off}
 
 
 def _cell(record: Record) -> Document:
@@ -176,10 +174,9 @@ def _cell(record: Record) -> Document:
 
 
 def _speed(record: Ok) -> Document:
-    time = record.time
-    names = [] if time is None else [name for name in time.__struct_fields__ if name not in ("samples_ns", "rounds")]
+    time = None if record.time is None else structs.asdict(record.time)
     return {
-        "time": None if time is None else {name: getattr(time, name) for name in names},
+        "time": time and {name: value for name, value in time.items() if name not in ("samples_ns", "rounds")},
         "also": {name: one.median_ns for name, one in record.also.items()},
         "compile_ns": record.compile_ns,
         "throughput": record.throughput,
@@ -201,10 +198,8 @@ def folder_of(page: Path) -> Path:
 
 
 def write_summaries(parts: Sequence[MachineStandings], folder: Path, left: Sequence[str] = ()) -> list[Path]:
-    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk.
-
-    `left` has a sentence for each run that ended early.
-    """
+    """Write the four files into a folder, which is made if need be; nothing is replaced before all are on disk. `left`
+    has a sentence for each run that ended early."""
     speed = performance(parts)
     documents = {"performance.json": speed, "memory.json": memory(parts), "correctness.json": correctness(parts)}
     texts = {
@@ -212,12 +207,8 @@ def write_summaries(parts: Sequence[MachineStandings], folder: Path, left: Seque
         for name, document in documents.items()
     }
     texts["summary.txt"] = summary_text(parts, speed, left)
-    try:
+    with write_errors(f"to {folder}", "Choose another folder with --summaries."):
         write_texts({folder / name: texts[name] for name in FILES})
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {folder}: {error.strerror or error}. Choose another folder with --summaries."
-        ) from error
     return [folder / name for name in FILES]
 
 
@@ -405,16 +396,10 @@ def _wrapped(text: str, indent: str = "    ") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _lost(records: Sequence[Record]) -> list[str]:
+def _lost(records: Iterable[Record]) -> list[str]:
     """Return a line per reason with the implementations that it kept from a result; the most frequent reason first."""
-    groups: dict[tuple[str, str], Counter[str]] = {}
-    for record in records:
-        if not isinstance(record, Ok):
-            key = (record.status.replace("_", " "), " ".join(record.reason.split()))
-            groups.setdefault(key, Counter())[label(record)] += 1
-    found = sorted(groups.items(), key=lambda item: -item[1].total())
     lines: list[str] = []
-    for (status, reason), names in found:
-        told = ", ".join(capped(list(names), MOST_NAMES, "{} more"))
+    for (status, reason), group in sorted(without_result(records).items(), key=lambda item: -len(item[1])):
+        told = ", ".join(capped(list(dict.fromkeys(map(label, group))), MOST_NAMES, "{} more"))
         lines.append(textwrap.shorten(f"{status}: {told}: {reason}", WIDTH, placeholder=" ..."))
     return lines

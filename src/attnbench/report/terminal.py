@@ -16,7 +16,7 @@ from attnbench.report import units
 from attnbench.report.environment import environment_line
 from attnbench.report.units import DASH
 from attnbench.results.records import is_anchor, is_timed, label, share_of_allowed
-from attnbench.results.sentences import count_notes, counted, format_ratio, not_run
+from attnbench.results.sentences import capped, count_notes, counted, format_ratio, not_run
 from attnbench.results.standings import NOT_COMPARED, Row, Standings
 from attnbench.spec import Ok, Ranks, Record, Time, Unsupported
 
@@ -165,17 +165,12 @@ def cell_lines(record: Record) -> Iterator[Line]:
     """Yield name and text of each line of a record."""
     yield "status", record.status
     if isinstance(record, Ok):
-        yield from _times(record)
-        yield from _resources(record)
-        yield from () if record.ranks is None else _ranks(record.ranks)
-        yield from _correctness(record)
+        figures = _times(record) | _resources(record) | _ranks(record.ranks) | _correctness(record)
+        yield from ((name, told) for name, told in figures.items() if told)
     else:
         yield "reason", shortened(record.reason)
         if record.errors is not None:
-            yield (
-                "forward error",
-                f"{units.error(record.errors.forward)} (allowed {units.error(record.errors.forward_allowed)})",
-            )
+            yield "forward error", _error(record.errors.forward, record.errors.forward_allowed)
         for number, line in enumerate(detail_lines(record.detail)):
             yield "" if number else "detail", line
     if record.workload.source:
@@ -187,89 +182,88 @@ def cell_lines(record: Record) -> Iterator[Line]:
 
 def detail_lines(detail: str) -> list[str]:
     """Return the lines of output that a failed cell left behind, and how many more there are."""
-    lines = detail.splitlines()
-    left = len(lines) - MOST_LINES
-    return [*map(shortened, lines[:MOST_LINES]), *([f"… ({left} more lines; --json has all)"] if left > 0 else [])]
+    return capped([*map(shortened, detail.splitlines())], MOST_LINES, "… ({} more lines; --json has all)")
 
 
-def _times(record: Ok) -> Iterator[Line]:
+def _error(error: float | None, allowed: float | None) -> str:
+    return f"{units.error(error)} (allowed {units.error(allowed)})"
+
+
+def _times(record: Ok) -> dict[str, str]:
     if record.time is None:
-        yield "time", f"{DASH} (verified, not timed)"
-        return
+        return {"time": f"{DASH} (verified, not timed)"}
+    lines: dict[str, str] = {}
     for name, time in {record.workload.pass_: record.time, **record.also}.items():
         low, high = (units.duration(edge) for edge in time.ci95_ns or (None, None))
         figures = {"p95": time.p95_ns, "p99": time.p99_ns, "min": time.min_ns, "max": time.max_ns, "mean": time.mean_ns}
         told = ", ".join(f"{name} {units.duration(value)}" for name, value in figures.items())
         counts = f"{len(time.samples_ns)} samples of {time.calls_per_sample} call(s), {time.outliers} outliers kept"
         median = f"median {units.duration(time.median_ns)} (95 %: {low} to {high})"
-        yield f"time, {name}", f"{median}, {told}, std {units.duration(time.std_ns)}; {counts}; clock {time.clock}"
-    yield "compile", units.duration(record.compile_ns) if record.compile_ns else "none"
-    yield "first call", units.duration(record.first_call_ns)
-    if record.throughput is not None:
-        yield (
-            "throughput",
-            f"{record.throughput.tokens_per_s:,.0f} tokens/s, {record.throughput.calls_per_s:,.1f} calls/s",
-        )
+        lines[f"time, {name}"] = f"{median}, {told}, std {units.duration(time.std_ns)}; {counts}; clock {time.clock}"
+    rates = record.throughput
+    return lines | {
+        "compile": units.duration(record.compile_ns) if record.compile_ns else "none",
+        "first call": units.duration(record.first_call_ns),
+        "throughput": "" if rates is None else f"{rates.tokens_per_s:,.0f} tokens/s, {rates.calls_per_s:,.1f} calls/s",
+    }
 
 
-def _resources(record: Ok) -> Iterator[Line]:
+def _resources(record: Ok) -> dict[str, str]:
     memory, cost = record.memory, record.cost
-    peak = units.size(memory.peak_bytes)
     why = f" ({memory.reason})" if memory.peak_bytes is None and memory.reason else ""
     method = f" by {memory.method}" if memory.method else ""
     theory = {"theory": memory.theory_bytes, "scores": memory.scores_bytes, "KV cache": memory.kv_cache_bytes}
     told = ", ".join(f"{name} {units.size(count)}" for name, count in theory.items() if count)
-    yield "peak memory", f"{peak}{why}{method}" + (f"; {told}" if told else "")
-    if memory.reserved_bytes is not None:
-        yield "reserved", f"{units.size(memory.reserved_bytes)}, fragmentation {units.percent(memory.fragmentation)}"
+    reserved = f"{units.size(memory.reserved_bytes)}, fragmentation {units.percent(memory.fragmentation)}"
     rates = f"{units.significant(cost.tflops)} TFLOP/s, {units.significant(cost.gb_per_s)} GB/s"
     share = f"{units.percent(cost.roofline)} of the {cost.bound or 'measured'} ceiling"
     roofline = cost.reason or "no roofline" if cost.roofline is None else share
-    yield "cost", f"{cost.flops:,} FLOP, {cost.bytes:,} bytes; {rates}; {roofline}"
-    kernels = record.kernels_reason or DASH if record.kernels is None else ", ".join(record.kernels)
-    yield "kernels", kernels
+    return {
+        "peak memory": f"{units.size(memory.peak_bytes)}{why}{method}" + (f"; {told}" if told else ""),
+        "reserved": "" if memory.reserved_bytes is None else reserved,
+        "cost": f"{cost.flops:,} FLOP, {cost.bytes:,} bytes; {rates}; {roofline}",
+        "kernels": record.kernels_reason or DASH if record.kernels is None else ", ".join(record.kernels) or DASH,
+    }
 
 
-def _ranks(ranks: Ranks) -> Iterator[Line]:
-    """Yield the lines of the ranks of a ring: their shares, times and peaks."""
+def _ranks(ranks: Ranks | None) -> dict[str, str]:
+    """Return the lines of the ranks of a ring: their shares, times and peaks."""
+    if ranks is None:
+        return {}
     kernels = f", by {', '.join(ranks.inner)}" if ranks.inner else ""
-    yield "ranks", f"{ranks.world}, {ranks.how}; {ranks.layout} layout; balance {units.percent(ranks.balance)}{kernels}"
-    yield "held by ranks", ", ".join(f"{n} queries" for n in ranks.tokens)
     times = {"compute": ranks.compute_ns, "waiting": ranks.waiting_ns, "communication": ranks.communication_ns}
-    for name, values in times.items():
-        told = None if values is None else ", ".join(units.duration(value) for value in values)
-        yield f"{name} by rank", told or f"{DASH} ({ranks.reason})"
-    peaks = None if ranks.peak_bytes is None else ", ".join(units.size(value) for value in ranks.peak_bytes)
-    yield "peak by rank", f"{peaks or DASH}, beside inputs of {units.size(max(ranks.shard_bytes))}"
+    peaks = ", ".join(map(units.size, ranks.peak_bytes or ()))
+    return {
+        "ranks": f"{ranks.world}, {ranks.how}; {ranks.layout} layout; balance {units.percent(ranks.balance)}{kernels}",
+        "held by ranks": ", ".join(f"{n} queries" for n in ranks.tokens),
+        **{
+            f"{name} by rank": ", ".join(map(units.duration, values or ())) or f"{DASH} ({ranks.reason})"
+            for name, values in times.items()
+        },
+        "peak by rank": f"{peaks or DASH}, beside inputs of {units.size(max(ranks.shard_bytes))}",
+    }
 
 
-def _correctness(record: Ok) -> Iterator[Line]:
-    errors = record.errors
-    allowed = units.error(errors.forward_allowed)
-    yield "forward error", f"{units.error(errors.forward)} (allowed {allowed}), largest {units.error(errors.max_abs)}"
-    if errors.backward is not None:
-        yield "gradient error", f"{units.error(errors.backward)} (allowed {units.error(errors.backward_allowed)})"
-    if errors.lse is not None:
-        yield "LSE error", units.error(errors.lse)
-    if record.quality:
-        yield "quality", ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in record.quality.items())
+def _correctness(record: Ok) -> dict[str, str]:
+    errors, at = record.errors, record.verified_at
     checks = [*errors.properties, *([f"stable at {errors.stability}"] if errors.stability else [])]
-    if checks:
-        yield "also checked", ", ".join(checks)
-    if errors.hidden_nan:
-        yield "hidden NaN", errors.hidden_nan
-    at = record.verified_at
-    places: dict[str, tuple[dict[str, int], float | None]] = {"": (at.shape, at.share)}
-    if at.backward_shape is not None:
-        places["; gradients "] = at.backward_shape, at.backward_share
-    told = ""
-    for start, (shape, share) in places.items():
-        sizes = ", ".join(f"{name} {value}" for name, value in shape.items())
-        told += f"{start}{units.percent(share)} of the rows at {sizes}"
-    yield "verified at", told
-    yield "deterministic", "yes" if record.deterministic else "no"
-    if notes := notes_of(record):
-        yield "notes", "; ".join(notes)
+
+    def verified(share: float | None, shape: dict[str, int]) -> str:
+        return f"{units.percent(share)} of the rows at {', '.join(f'{name} {size}' for name, size in shape.items())}"
+
+    gradients = "" if at.backward_shape is None else f"; gradients {verified(at.backward_share, at.backward_shape)}"
+    forward = _error(errors.forward, errors.forward_allowed)
+    return {
+        "forward error": f"{forward}, largest {units.error(errors.max_abs)}",
+        "gradient error": "" if errors.backward is None else _error(errors.backward, errors.backward_allowed),
+        "LSE error": "" if errors.lse is None else units.error(errors.lse),
+        "quality": ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in record.quality.items()),
+        "also checked": ", ".join(checks),
+        "hidden NaN": errors.hidden_nan,
+        "verified at": f"{verified(at.share, at.shape)}{gradients}",
+        "deterministic": "yes" if record.deterministic else "no",
+        "notes": "; ".join(notes_of(record)),
+    }
 
 
 def count_statuses(records: Iterable[Record]) -> dict[str, dict[str, int]]:
@@ -316,29 +310,20 @@ def _verification_table(records: Sequence[Record]) -> Table:
         reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
         told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
         figures = (count(counts["ok"], "green"), count(wrong, "red"), count(counts["unsupported"], "dim"))
-        shares = [
-            share
-            for record in mine
-            if isinstance(record, Ok) and (share := share_of_allowed(record.errors)) is not None
-        ]
-        worst = units.percent(max(shares)) if shares else DASH
-        table.add_row(escape(shortened(name)), *figures, worst, escape(shortened(told)))
+        shares = (share_of_allowed(record.errors) for record in mine if isinstance(record, Ok))
+        worst = max((share for share in shares if share is not None), default=None)
+        table.add_row(escape(shortened(name)), *figures, units.percent(worst), escape(shortened(told)))
     return table
 
 
 def _explain(console: Console, record: Record) -> None:
     errors: Any = record.errors
-    if errors is not None:
-        pairs = {
-            "forward": (errors.forward, errors.forward_allowed),
-            "gradients": (errors.backward, errors.backward_allowed),
-        }
-        for part, (error, allowed) in pairs.items():
-            if error is not None:
-                console.print(
-                    f"      {part}: error {units.error(error)}, allowed {units.error(allowed)}", highlight=False
-                )
-    for line in () if isinstance(record, Ok) else detail_lines(record.detail):
+    lines: list[str] = []
+    for part, field in (("forward", "forward"), ("gradients", "backward")):
+        if errors is not None and (error := getattr(errors, field)) is not None:
+            allowed = getattr(errors, f"{field}_allowed")
+            lines.append(f"{part}: error {units.error(error)}, allowed {units.error(allowed)}")
+    for line in lines if isinstance(record, Ok) else [*lines, *detail_lines(record.detail)]:
         console.print(f"      {escape(line)}", highlight=False)
 
 

@@ -72,9 +72,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     @property
     def basis(self) -> str:
         """Figures and the number of workloads they come from, in one line."""
-        return (
-            f"{'; '.join(map(str, self.figures))}; from {workloads(len(self.workloads))} on {self.device or 'unknown'}"
-        )
+        measured = f"from {counted(len(self.workloads), 'workload')} on {self.device or 'unknown'}"
+        return f"{'; '.join(map(str, self.figures))}; {measured}"
 
 
 def advise_family(
@@ -106,11 +105,6 @@ def rounded(count: float) -> int:
     """Return a length rounded to two digits."""
     digits = SIGNIFICANT - len(str(int(count)))
     return int(round(count, min(digits, 0)))
-
-
-def workloads(count: int) -> str:
-    """Return a count of workloads in words: 1 workload, 2 workloads."""
-    return counted(count, "workload")
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ Who is fastest at a length, and whether two differ there, comes from the standin
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -119,10 +119,9 @@ def _standings(names: Names, tally: Tally) -> dict[int, Standing]:
     return {n: tally.standings[places[n]] for n in sorted(places)}
 
 
-def _first(standing: Standing, keep: Callable[[Ok], bool]) -> Ok | None:
-    """Return the first ranked record that `keep` accepts, in the order of kernels, by the plainest name of each."""
-    ranked = (standing.ranked[row.implementation] for kernel in standing.kernels for row in kernel)
-    return next(filter(keep, ranked), None)
+def _in_order(standing: Standing) -> Iterator[Ok]:
+    """Yield the ranked records in the order of kernels, of each kernel the plainest name first."""
+    return (standing.ranked[row.implementation] for kernel in standing.kernels for row in kernel)
 
 
 class LengthRange(Struct, frozen=True):
@@ -195,51 +194,39 @@ class ShapeGain(Struct, frozen=True):
     plain: str
 
 
-class Turn(Struct, frozen=True):
-    """The first of both sides at each length of a track, and where they change places."""
-
-    fused: dict[int, Ok]
-    plain: dict[int, Ok]
-    crossover: Crossover
-
-
 def flash_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
     """Return from which length fused attention pays, in one sentence for all batches of a family; None if fused and
     plain implementations were not both timed at two lengths."""
-    turns: dict[Track, Turn] = {}
+    turns: dict[Track, Crossover] = {}
+    places: list[ShapeGain] = []
     for track, names in tracks.items():
-        at = _standings(names, tally)
-        fused = {n: one for n in at if (one := _first(at[n], lambda record: not stores_scores(record))) is not None}
-        plain = {n: one for n in at if (one := _first(at[n], stores_scores)) is not None}
-        if (change := crossover(list(fused.values()), list(plain.values()))) is not None:
-            turns[track] = Turn(fused, plain, change)
-    places = [
-        ShapeGain(
-            f"{track.batch} x {n}" if track.q_len is None else f"{track.batch} x {track.q_len} x {n}",
-            n,
-            ratio,
-            bool(side),
-            label(turn.fused[n]),
-            label(turn.plain[n]),
-        )
-        for track, turn in turns.items()
-        for n, ratio, side in zip(turn.crossover.lengths, turn.crossover.ratios, turn.crossover.signs)
-    ]
+        fused: dict[int, Ok] = {}  # the first of both sides at each length
+        plain: dict[int, Ok] = {}
+        for n, standing in _standings(names, tally).items():
+            for record in _in_order(standing):
+                (plain if stores_scores(record) else fused).setdefault(n, record)
+        turn = crossover(list(fused.values()), list(plain.values()))
+        if turn is None:
+            continue
+        turns[track] = turn
+        start = f"{track.batch} x" if track.q_len is None else f"{track.batch} x {track.q_len} x"
+        for n, ratio, side in zip(turn.lengths, turn.ratios, turn.signs):
+            places.append(ShapeGain(f"{start} {n}", n, ratio, bool(side), label(fused[n]), label(plain[n])))
     if len({place.length for place in places}) < 2:
         return None
-    kinds = {turn.crossover.kind for turn in turns.values()}
+    kinds = {turn.kind for turn in turns.values()}
     if len(kinds) == 1 and kinds <= {"always", "never"}:
         text = _one_sided(places, "always" in kinds, len(turns) == 1)
     else:
         subjects = [FUSED, *["it"] * (len(turns) - 1)]
         sides = zip(turns.items(), subjects)
-        text = "; ".join(f"with {track.title}, {who} {_pays(turn.crossover)}" for (track, turn), who in sides)
+        text = "; ".join(f"with {track.title}, {who} {_pays(turn)}" for (track, turn), who in sides)
     figures = [ratio_figure(f"time of {at.plain} / {at.fused} at {at.shape}", at.gain) for at in places]
     for track, turn in turns.items():
-        if turn.crossover.interval is not None:
-            low, high = turn.crossover.interval
+        if turn.interval is not None:
+            low, high = turn.interval
             name = f"{FUSED} as fast as {PLAIN}, {track.title}"
-            figures.append(Figure(name=name, value=turn.crossover.point or high, low=low, high=high, unit="tokens"))
+            figures.append(Figure(name=name, value=turn.point or high, low=low, high=high, unit="tokens"))
     timed = [one.workload.id for track in turns for records in tracks[track].values() for one in exact(records)]
     return advise_family("flash", family, f": {text}", timed, figures)
 
@@ -293,52 +280,40 @@ def _tokens(lengths: Sequence[int]) -> str:
     return f"{listed([f'{n:,}' for n in lengths])} tokens"
 
 
-class Wait(Struct, frozen=True):
-    """Time of the kernels and of the whole call, of the first implementation at one length."""
-
-    length: int
-    record: Ok
-    call: CallTime
-
-
 def launch_bound_of(family: Family, tracks: Mapping[Track, Names], tally: Tally) -> Recommendation | None:
     """Return up to which lengths the device waits for the host, in one sentence for all batches of a family; None if
     no record has both clocks, or no call waits."""
     parts, figures, timed = [], [], []
     for track, names in tracks.items():
         waits = list(_waits(_standings(names, tally)))
-        bound = [wait for wait in waits if wait.call.bound]
+        bound = [wait for wait in waits if wait[2].bound]
         if not bound:
             continue
-        longest = bound[-1]
-        lengths = [f"{wait.length:,}" for wait in bound]
+        longest, record, call = bound[-1]
+        lengths = [f"{n:,}" for n, _, _ in bound]
         every_shorter = len(bound) > 1 and bound == waits[: len(bound)]
         reach = f"up to {lengths[-1]}" if every_shorter else f"at {listed(lengths)}"
-        call = longest.call
         by = "" if call.clock == "wall" else f" by {call.clock}"
-        times = f"{label(longest.record)}: {_time(call.kernel_ns)} of kernels in {_time(call.call_ns)}{by}"
-        beyond = next((f"; no longer at {wait.length:,}" for wait in waits if wait.length > longest.length), "")
+        times = f"{label(record)}: {_time(call.kernel_ns)} of kernels in {_time(call.call_ns)}{by}"
+        beyond = next((f"; no longer at {n:,}" for n, _, _ in waits if n > longest), "")
         parts.append(f"{track.title} {reach} tokens ({times}{beyond})")
         for name, value in (("kernel", call.kernel_ns), (call.clock, call.call_ns)):
-            figures.append(Figure(name=f"{name} time, {longest.record.cell.id}", value=value, unit="ns"))
-        timed += [wait.record.workload.id for wait in waits]
+            figures.append(Figure(name=f"{name} time, {record.cell.id}", value=value, unit="ns"))
+        timed += [one.workload.id for _, one, _ in waits]
     if not parts:
         return None
     advice = LAUNCH_ADVICE.get(family.framework, CAPTURE)
     return advise_family("launch-bound", family, f": launch-bound with {listed(parts)}: {advice}", timed, figures)
 
 
-def _waits(standings: Mapping[int, Standing]) -> Iterator[Wait]:
+def _waits(standings: Mapping[int, Standing]) -> Iterator[tuple[int, Ok, CallTime]]:
     """Yield length by length the first implementation whose kernels and whole call were both timed on a device."""
-
-    def is_on_device(record: Ok) -> bool:
-        environment = record.environment
-        return environment is not None and environment.device != "cpu" and call_time(record) is not None
-
     for n, standing in standings.items():
-        record = _first(standing, is_on_device)
-        if record is not None and (call := call_time(record)) is not None:
-            yield Wait(n, record, call)
+        for record in _in_order(standing):
+            on_device = record.environment is not None and record.environment.device != "cpu"
+            if on_device and (call := call_time(record)) is not None:
+                yield n, record, call
+                break
 
 
 def _time(ns: float) -> str:

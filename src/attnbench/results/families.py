@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from attnbench.policy.shapes import mask_kind
 from attnbench.results.records import device_of, framework_of, is_anchor, label
-from attnbench.spec import Record, Workload
+from attnbench.spec import Pass, Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
 SIZED = ("window", "prefix", "dilated")
@@ -20,7 +20,6 @@ SIZED = ("window", "prefix", "dilated")
 OVERALL = "Overall"
 """Title in place of a framework, for advice that compares all frameworks."""
 NO_MASK = "full"
-HIDES_NOTHING = " that hides nothing"
 
 
 class Family(Struct, frozen=True, kw_only=True):
@@ -35,7 +34,7 @@ class Family(Struct, frozen=True, kw_only=True):
     mask: str
     """Kinds of its parts, such as causal or causal&lengths. A mask that hides nothing says so: kernels that refuse such
     a mask if it hides something take it as no mask."""
-    pass_: str
+    pass_: Pass
     shape: str = ""
     """Empty if there are as many queries as keys; else decode (one query) or rectangular."""
     extras: str = ""
@@ -48,9 +47,13 @@ class Family(Struct, frozen=True, kw_only=True):
     @property
     def shapes(self) -> str:
         """One line for people, without the device and the framework."""
-        heads = head_words(self.heads, self.head_dim)
-        facts = [self.shape, heads, self.mask, self.dtype, self.pass_, self.extras]
+        facts = [self.shape, self.head_words, self.mask, self.dtype, self.pass_, self.extras]
         return " · ".join(fact for fact in facts if fact)
+
+    @property
+    def head_words(self) -> str:
+        """Heads and their width: 32:8 heads of 128."""
+        return f"{self.heads} head{'' if self.heads == '1' else 's'} of {self.head_dim}"
 
 
 class Track(Struct, frozen=True, kw_only=True):
@@ -73,11 +76,6 @@ Tracks = dict[Track, dict[str, list[Record]]]
 """Track -> name of the implementation -> its records, shortest first, one per length."""
 
 
-def head_words(heads: str, width: str) -> str:
-    """Return heads and their width in words: 32:8 heads of 128."""
-    return f"1 head of {width}" if heads == "1" else f"{heads} heads of {width}"
-
-
 def length(workload: Workload) -> int:
     """Return the tokens that grow along a track: the keys, and the queries with them unless their number is fixed."""
     return workload.kv_len
@@ -85,41 +83,30 @@ def length(workload: Workload) -> int:
 
 def family_of(record: Record) -> Family:
     """Return the family that a record belongs to."""
-    return _family(record.workload, device_of(record), framework_of(record))
+    return family_of_shape(record.workload, device_of(record), framework_of(record))
 
 
-def kind_of(workload: Workload) -> str:
-    """Return the words of a family for a workload, without device and framework."""
-    return _family(workload).shapes
-
-
-def _family(w: Workload, device: str = "", framework: str = "") -> Family:
+@lru_cache(maxsize=4096)
+def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Family:
+    """Return the family of a workload; its words do without the device and the framework."""
+    kinds = w.visible_mask.kinds
+    idle = kinds != (NO_MASK,) and mask_kind(w) == NO_MASK
     return Family(
         device=device,
         framework=framework,
         dtype=w.dtype,
         heads=f"{w.heads}" if w.heads == w.kv_heads else f"{w.heads}:{w.kv_heads}",
         head_dim=f"{w.head_dim}" if w.head_dim == w.value_dim else f"{w.head_dim}/{w.value_dim}",
-        mask=_mask_words(w),
+        mask="&".join(kinds) + (" that hides nothing" if idle else ""),
         pass_=w.pass_,
         shape="" if w.q_len == w.kv_len else "decode" if w.q_len == 1 else "rectangular",
         extras=" ".join(f"{name} {value}" for name, value in w.extras.items()),
     )
 
 
-@lru_cache(maxsize=4096)
-def _mask_words(workload: Workload) -> str:
-    kinds = workload.visible_mask.kinds
-    idle = kinds != (NO_MASK,) and mask_kind(workload) == NO_MASK
-    return "&".join(kinds) + (HIDES_NOTHING if idle else "")
-
-
 def tracks(records: Iterable[Record]) -> Tracks:
     """Return every track of the records, without the anchors; of several records of one cell the last."""
-    cells: dict[tuple[Family, str], Record] = {}
-    for record in records:
-        if not is_anchor(record):
-            cells[family_of(record), record.cell.id] = record
+    cells = {(family_of(record), record.cell.id): record for record in records if not is_anchor(record)}
     families: dict[Family, list[Record]] = {}
     for (family, _), record in cells.items():
         families.setdefault(family, []).append(record)

@@ -98,10 +98,8 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 
 def exponent(points: Sequence[MeasuredLength]) -> Fit | None:
-    """Fit ln(value) against ln(length); return None for fewer than three lengths unless two are far apart.
-
-    The interval combines the spread of each point with the distance of the points from a straight line.
-    """
+    """Fit ln(value) against ln(length); return None for fewer than three lengths unless two are far apart. The interval
+    combines the spread of each point with the distance of the points from a straight line."""
     lengths = sorted({point.length for point in points})
     if len(lengths) < 2 or (len(lengths) < ENOUGH_LENGTHS and lengths[-1] < FAR_APART * lengths[0]):
         return None
@@ -161,11 +159,9 @@ def stores_scores(record: Ok) -> bool:
 
 
 def fits_until(records: Sequence[Record], memory_bytes: int | None = None) -> Limit | None:
-    """Return the limit of one implementation along a track, by default in the memory of the device it ran on.
-
-    None if fewer than two peaks were measured, the memory is not known, the scores are not stored (peaks grow with the
-    inputs then) or the limit is too far beyond what was measured.
-    """
+    """Return the limit of one implementation along a track, by default in the memory of the device it ran on. None if
+    fewer than two peaks were measured, the memory is not known, the scores are not stored (peaks grow with the inputs
+    then) or the limit is too far beyond what was measured."""
     measured = [r for r in records if isinstance(r, Ok) and r.memory.peak_bytes]
     points = memory_points(measured)
     known = [r.environment.memory_bytes for r in measured if r.environment is not None]

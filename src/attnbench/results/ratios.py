@@ -156,11 +156,9 @@ def _sampled_ratio(a: Ok, b: Ok, seed: int) -> LogRatio:
 
 
 def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
-    """Return the geometric mean of the ratios b / a over workloads, which are taken as a sample of more.
-
-    From 6 workloads on the draws resample workloads and, within each, rounds. Of 2 to 5 the resampled mean would never
-    leave what was seen, so their spread makes a Student's t, or the noise of the rounds if that is larger.
-    """
+    """Return the geometric mean of the ratios b / a over workloads, which are taken as a sample of more. From 6
+    workloads on the draws resample workloads and, within each, rounds. Of 2 to 5 the resampled mean would never leave
+    what was seen, so their spread makes a Student's t, or the noise of the rounds if that is larger."""
     each = [log_ratio(a, b, SEED + index) for index, (a, b) in enumerate(pairs)]
     points = np.array([one.point for one in each])
     draws = np.stack([one.draws for one in each])
@@ -174,10 +172,8 @@ def mean_log_ratio(pairs: Sequence[tuple[Ok, Ok]]) -> LogRatio:
 
 def combine(ratios: Sequence[Ratio], weights: Sequence[float]) -> Ratio:
     """Return the product of independent ratios, each to the power of its weight, at the confidence of the intervals.
-
     The distances from value to bound add up as standard errors do, each side by itself (Zou and Donner's MOVER). Only
-    the intervals need to be known, and skew ones stay skew.
-    """
+    the intervals need to be known, and skew ones stay skew."""
     middle = sum(weight * log(ratio.value) for ratio, weight in zip(ratios, weights))
     below, above = [], []
     for ratio, weight in zip(ratios, weights):
@@ -202,10 +198,8 @@ def _paired(logs: np.ndarray, seed: int) -> LogRatio:
 
 
 def _quick_ratio(logs: np.ndarray, level: float) -> Ratio:
-    """Return the same as `_paired(logs, SEED).ratio(level)`, sooner.
-
-    Many draws are the same pair of places, and few pairs are soon sorted.
-    """
+    """Return the same as `_paired(logs, SEED).ratio(level)`, sooner. Many draws are the same pair of places, and few
+    pairs are soon sorted."""
     low, high, counts = _distinct_places(len(logs), SEED)
     ordered = np.sort(logs)
     values = (ordered[low] + ordered[high]) / 2

@@ -12,14 +12,13 @@ from math import exp, log
 
 from msgspec import structs
 
-from attnbench.measuring.rates import describe_host_limit
-from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure, workloads
+from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
 from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
 from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
 from attnbench.results.records import BASELINES, device_of, framework_of, matches
-from attnbench.results.sentences import all_of, format_ratio, format_span, slightly_apart, vague
+from attnbench.results.sentences import all_of, counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.results.standings import Standing, Standings
 from attnbench.results.tally import Tally, Verdict
 from attnbench.spec import PASSES, Ok, Record
@@ -91,7 +90,7 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
         return None
     pairs, verdict = tally.pairs(best.name, other), tally.verdict(best.name, other)
     figures = _rests_on(best.name, other, pairs, verdict)
-    gain = None if other in best.same else _over_plain(tally, (other,))
+    gain, more = ("", []) if other in best.same else _over_plain(tally, (other,))
     kind: Kind = "mixed"
     if other in best.same:
         kind, text = "tie", f"take {best}: nothing else was timed"
@@ -99,18 +98,15 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
         kind, text = "winner", f"use {best}, {_gain(verdict)} as fast as {other}, the next"
     elif verdict.apart and verdict.never_behind:
         ahead = sum(ratio.sign > 0 for ratio in verdict.each)
-        text = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {workloads(len(pairs))}"
+        text = f"{best} is nowhere behind {other}, the next, and ahead on {ahead} of {counted(len(pairs), 'workload')}"
     elif verdict.sign < 0 or verdict.apart:
         text = f"no one is fastest everywhere, choose by shape: {best} is unbeaten most often"
     else:
         kind, (text, saving) = "tie", _tie(best.name, str(best), other, verdict.ratio, pairs)
         figures += saving
-    if gain is not None:
-        figures += gain[1]
-        text += f"; {best.name} is {gain[0]}"
-    text += _host_words(tally, best.name)
+    text += (f"; {best.name} is {gain}" if gain else "") + _host_words(tally)
     every, led = len(tally.standings), tally.led(best.names)
-    extent = f"unbeaten on {led} of {workloads(every)}" if every > 1 else workloads(every)
+    extent = f"unbeaten on {led} of {counted(every, 'workload')}" if every > 1 else "1 workload"
     if len(pairs) < every:
         extent += f", both ran on {len(pairs)}"
     elsewhere = "" if other in best.same else _first_elsewhere(tally, best.names)
@@ -122,29 +118,26 @@ def winner_of(family: Family, tally: Tally) -> Recommendation | None:
         mixed=kind == "mixed" and not verdict.never_behind,
         over_next="" if kind == "tie" else f"{_gain(verdict)} as fast as {other}",
         certain=kind == "tie" or verdict.certain,
-        gain="" if gain is None else gain[0],
+        gain=gain,
         led=led,
         of=every,
     )
-    return advise_family(kind, family, f": {text} ({extent}){elsewhere}", tally.standings, figures, pick)
+    return advise_family(kind, family, f": {text} ({extent}){elsewhere}", tally.standings, [*figures, *more], pick)
 
 
 def overall_of(tallies: Mapping[Family, Tally], against: Sequence[str] = ()) -> list[Recommendation]:
     """Return the headline: a sentence for each framework and pass over all of its families, the frameworks in their
     order; empty if there is no choice at all. `against` names what to compare with."""
-    groups: dict[tuple[str, str, str], list[Tally]] = {}
+    groups: dict[tuple[str, str, str], dict[str, Standing]] = {}
     for family, tally in tallies.items():
         if tally.standings:
-            groups.setdefault((family.device, family.framework, family.pass_), []).append(tally)
+            groups.setdefault((family.device, family.framework, family.pass_), {}).update(tally.standings)
 
     def order(key: tuple[str, str, str]) -> tuple[str, int, int]:
         device, framework, pass_ = key
         return device, [*FRAMEWORKS, framework].index(framework), [*PASSES, pass_].index(pass_)
 
-    merged = {
-        key: Tally({name: one for tally in groups[key] for name, one in tally.standings.items()})
-        for key in sorted(groups, key=order)
-    }
+    merged = {key: Tally(groups[key]) for key in sorted(groups, key=order)}
     if all(len(tally.names) < 2 for tally in merged.values()):
         return []
     return [_headline(key, tally, against) for key, tally in merged.items()]
@@ -154,21 +147,22 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
     device, framework, pass_ = key
     best, every = tally.recommended, len(tally.standings)
     won, led = tally.won(best.names), tally.led(best.names)
+
+    def shapes(count: int) -> str:
+        return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
+
     if len(tally.names) == 1:
         text = f"{best} is the only one that was timed, on {all_of(every, 'shape')}"
     elif not won:
-        text = f"{best}: on {_shapes(led, every)} no other is significantly faster"
+        text = f"{best}: on {shapes(led)} no other is significantly faster"
     else:
-        text = f"{best} leads on {_shapes(won, every)}"
+        text = f"{best} leads on {shapes(won)}"
         text += f", and on {led - won} more no other is significantly faster" if led > won else ""
-    gain = _over_plain(tally, against=against)
-    if gain is None and (other := tally.next_best()) is not None:
-        gain = _against(tally, other)
-    figures = [Figure(name=f"shapes of {every} on which none is significantly faster than {best.name}", value=led)]
-    if gain is not None:
-        figures += gain[1]
-        text += f", {gain[0]}"
-    text += _host_words(tally, best.name)
+    gain, more = _over_plain(tally, against=against)
+    if not gain and (other := tally.next_best()) is not None:
+        gain, more = _against(tally, other)
+    leads = Figure(name=f"shapes of {every} on which none is significantly faster than {best.name}", value=led)
+    text += (f", {gain}" if gain else "") + _host_words(tally)
     title = f"{FRAMEWORKS.get(framework, framework)}, {pass_}"
     return Recommendation(
         kind="overall",
@@ -176,13 +170,9 @@ def _headline(key: tuple[str, str, str], tally: Tally, against: Sequence[str]) -
         device=device,
         text=f"{title}: {text}{_others(tally, best.names)}.",
         workloads=tuple(tally.standings),
-        figures=tuple(figures),
-        pick=Pick(name=best.name, same=best.same, gain="" if gain is None else gain[0], led=led, of=every),
+        figures=(leads, *more),
+        pick=Pick(name=best.name, same=best.same, gain=gain, led=led, of=every),
     )
-
-
-def _shapes(count: int, every: int) -> str:
-    return all_of(every, "shape") if count == every else f"{count} of {every} shapes"
 
 
 def _rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) -> list[Figure]:
@@ -195,21 +185,21 @@ def _rests_on(a: str, b: str, pairs: Sequence[tuple[Ok, Ok]], verdict: Verdict) 
     return mean + [ratio_figure(f"{name} at {_place(one)}, {percent}", r) for (one, _), r in zip(pairs, verdict.each)]
 
 
-def _over_plain(tally: Tally, but: Sequence[str] = (), against: Sequence[str] = ()) -> tuple[str, list[Figure]] | None:
-    """Return words and figures of the recommended one against what was asked for, or the framework's plain one; None
+def _over_plain(tally: Tally, but: Sequence[str] = (), against: Sequence[str] = ()) -> tuple[str, list[Figure]]:
+    """Return words and figures of the recommended one against what was asked for, or the framework's plain one; empty
     if that is one of its own names or was named already."""
     known = tally.names - {*tally.recommended.names, *but}
     asked = sorted(name for name in known if any(matches(name, one) for one in against))
     base = next((name for name in (*asked, *BASELINES) if name in known), None)
-    return None if base is None else _against(tally, base)
+    return ("", []) if base is None else _against(tally, base)
 
 
-def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
-    """Return words and figures of the recommended one against another; None if they share no workload."""
+def _against(tally: Tally, other: str) -> tuple[str, list[Figure]]:
+    """Return words and figures of the recommended one against another; empty if they share no workload."""
     name = tally.recommended.name
     pairs = tally.pairs(name, other)
     if not pairs:
-        return None
+        return "", []
     verdict = tally.verdict(name, other)
     text = f"{_gain(verdict)} as fast as {other}"
     if near := "" if verdict.sign else slightly_apart(verdict.ratio):
@@ -223,10 +213,10 @@ def _against(tally: Tally, other: str) -> tuple[str, list[Figure]] | None:
     return f"{text}{where}", _rests_on(name, other, pairs, verdict)
 
 
-def _host_words(tally: Tally, name: str) -> str:
-    """Return what must be added if the one recommended waits for its host, so that its kernel time is not its time."""
-    limit = describe_host_limit(one.ranked[name] for one in tally.standings.values() if name in one.ranked)
-    return f"; {name} is {limit}" if limit else ""
+def _host_words(tally: Tally) -> str:
+    """Return what must be added if the one recommended waits for its host."""
+    limit = tally.host_limit(tally.recommended.name)
+    return f"; {tally.recommended.name} is {limit}" if limit else ""
 
 
 def _gain(verdict: Verdict) -> str:

@@ -8,7 +8,8 @@ from typing import TypeGuard
 
 from msgspec import structs
 
-from attnbench.spec import Cell, Environment, Errors, Ok, Record
+from attnbench.policy.policy import label_of
+from attnbench.spec import Cell, Environment, Errors, Ok, Record, Throughput
 
 ANCHOR = "anchor."
 """Prefix of the kernels that are timed beside a run to tell how fast its machine was; never ranked."""
@@ -21,8 +22,7 @@ MACHINE = ("device_name", "cpu", "processor", "cores")
 
 def label(record: Record | Cell) -> str:
     """Return the name in tables: the implementation, with its tunables if they are not the default."""
-    config = ",".join(f"{k}={v}" for k, v in sorted(record.config.items()))
-    return f"{record.implementation}[{config}]" if config else record.implementation
+    return label_of(record.implementation, record.config)
 
 
 def framework_of(record: Record) -> str:
@@ -85,6 +85,15 @@ def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     return groups
 
 
+def without_result(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Return status in words and reason -> the records that have no result for it, in the order they were made."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if not isinstance(record, Ok):
+            groups.setdefault((record.status.replace("_", " "), record.reason), []).append(record)
+    return groups
+
+
 def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:
     """Return the name of what the others are compared with: the one named by `against`, else the plain one of the
     first framework that was timed."""
@@ -96,6 +105,12 @@ def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | No
     return next((name for name in BASELINES if name in choices), min(choices, default=None))
 
 
+def named_record(timed: Sequence[Ok], name: str | None) -> Ok | None:
+    """Return the first record with this label, else the first of this implementation; None without either."""
+    by_label = (record for record in timed if label(record) == name)
+    return next(by_label, next((record for record in timed if record.implementation == name), None))
+
+
 def labelled(base: str | None, records: Sequence[Record]) -> str | None:
     """Return the baseline as tables call it: the plain one, or the first with tunables if only such were timed."""
     labels = [label(record) for record in records if is_timed(record) and record.implementation == base]
@@ -103,8 +118,8 @@ def labelled(base: str | None, records: Sequence[Record]) -> str | None:
 
 
 def on_one_clock(records: Iterable[Record]) -> list[Record]:
-    """Return the records of a workload by the clock that most of them hold, published or beside it; of several such
-    clocks by the one most published. A record that does not hold this clock stays as it is."""
+    """Return the records of a workload by the clock that most of them hold, of several such clocks by the one most
+    published. A record that does not hold this clock stays as it is."""
     kept = list(records)
     published = Counter(map(clock_of, kept))
     published.pop("", None)
@@ -116,12 +131,12 @@ def on_one_clock(records: Iterable[Record]) -> list[Record]:
 
 
 def comparable(records: Iterable[Record]) -> list[Record]:
-    """Return the records of a workload that may be compared, with those that were not timed: by the clock, of the
-    machine and of the sitting that most were timed by, on and in, of several such sittings the last."""
+    """Return the records of a workload that may be compared, and those that were not timed: of the clock, machine and
+    sitting that most were timed by, on and in; of several such sittings the last."""
     kept = on_one_clock(records)
     counts = Counter(map(clock_of, kept))
     counts.pop("", None)
-    clock = max(counts, key=lambda name: counts[name], default="")
+    clock = max(counts, key=counts.__getitem__, default="")
     timed = [record for record in kept if clock and clock_of(record) == clock]
 
     def beside(one: Record) -> list[Record]:
@@ -149,12 +164,12 @@ def machine_differences(a: Environment, b: Environment, fields: Sequence[str] = 
 
 def sitting_of(record: Record) -> str:
     """Return when a record took turns with others; empty if it was not timed, or by an attnbench that did not say."""
-    return record.time.sitting.partition("+")[0] if isinstance(record, Ok) and record.time is not None else ""
+    return "" if record.time is None else record.time.sitting.partition("+")[0]
 
 
 def clock_of(record: Record) -> str:
     """Return the clock that was published; empty if nothing was timed."""
-    return record.time.clock if isinstance(record, Ok) and record.time is not None else ""
+    return "" if record.time is None else record.time.clock
 
 
 def _clocks(record: Record) -> set[str]:
@@ -172,8 +187,7 @@ def _by(record: Record, clock: str) -> Record:
     rates = {name: rate * factor for name in ("tflops", "gb_per_s", "roofline") if (rate := getattr(record.cost, name))}
     throughput = record.throughput
     if throughput is not None:
-        faster = {name: getattr(throughput, name) * factor for name in throughput.__struct_fields__}
-        throughput = structs.replace(throughput, **faster)
+        throughput = Throughput(**{name: rate * factor for name, rate in structs.asdict(throughput).items()})
     also = {name: time for name, time in record.also.items() if name != clock} | {old.clock: old}
     cost = structs.replace(record.cost, **rates)
     return structs.replace(record, time=new, also=also, cost=cost, throughput=throughput)

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from attnbench.errors import BrokenFile, UsageError
-from attnbench.files import LONGEST_LINE, decode_json, read_lines
+from attnbench.files import LONGEST_LINE, decode_json, read_lines, write_errors
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside
 from attnbench.measuring.rates import KERNELS_ONLY
@@ -34,6 +34,7 @@ from attnbench.printable import printable
 from attnbench.spec import Environment, Failed, Ok, Record, Time
 
 SCHEMA = 1
+OTHER_FOLDER = "Choose another folder with --out."
 LONGEST_SLUG = 80
 """Characters of a device or suite name in a file's name, which may have 255."""
 SHORTEST_NS, LONGEST_NS = 1e-3, 1e18
@@ -109,11 +110,8 @@ class Run(Struct, frozen=True):
 
     @property
     def done(self) -> frozenset[str]:
-        """Ids of the cells that need not run again.
-
-        That is all but those for which no process could be started, and those whose anchors are lost because the file
-        was cut between them.
-        """
+        """Ids of the cells that need not run again. That is all but those for which no process could be started, and
+        those whose anchors are lost because the file was cut between them."""
         anchors = [record for record in self.records if record.implementation in ANCHORS]
         failed = {record.workload for record in anchors if record.status != "ok"}
 
@@ -128,25 +126,10 @@ class Run(Struct, frozen=True):
         )
 
 
-def new_header(
-    version: str,
-    suite: str,
-    request: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    against: Sequence[str] = (),
-    sources: Mapping[str, str] | None = None,
-) -> Header:
-    """Return the header of a run that starts now."""
-    return Header(
-        schema=SCHEMA,
-        attnbench=version,
-        created=_now(),
-        suite=suite,
-        request=dict(request or {}),
-        seed=seed,
-        against=tuple(against),
-        sources=dict(sources or {}),
-    )
+def new_header(version: str, suite: str, request: Mapping[str, Any] | None = None, **facts: Any) -> Header:
+    """Return the header of a run that starts now; `facts` are further fields of it."""
+    asked = dict(request or {})
+    return Header(schema=SCHEMA, attnbench=version, created=_now(), suite=suite, request=asked, **facts)
 
 
 def _now() -> str:
@@ -155,20 +138,16 @@ def _now() -> str:
 
 
 class RunWriter:
-    """A writer that appends to a run file; after `write` returns, the records survive `kill -9` and a power cut.
-
-    The file is locked until `close`, or until the process ends: a second writer is refused. An incomplete last line of
-    an earlier writer is cut off first; `warning` says so.
-    """
+    """A writer that appends to a run file; after `write` returns, the records survive `kill -9` and a power cut. The
+    file is locked until `close`, or until the process ends: a second writer is refused. An incomplete last line of an
+    earlier writer is cut off first; `warning` says so."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.path = path
         self._known: set[str] = set()
-        try:
+        with write_errors(path, OTHER_FOLDER):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-        except OSError as error:
-            raise _unwritable(path, error) from error
         try:
             _lock(path, self._file)
             self.warning = _mend(path, self._file)
@@ -219,12 +198,10 @@ class RunWriter:
             self._file.close()
 
     def _append(self, lines: Sequence[Line]) -> None:
-        try:
+        with write_errors(self.path, OTHER_FOLDER):
             self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
 
 def _unreadable(line: RecordLine) -> str:
@@ -241,13 +218,11 @@ def _unreadable(line: RecordLine) -> str:
 
 def check_writable(folder: Path, option: str = "--out") -> None:
     """Refuse a folder that cannot be written to at once, and not after the first workload."""
-    try:
+    with write_errors(folder, f"Choose another folder with {option}."):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(4)}"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise _unwritable(folder, error, option) from error
 
 
 def environment_key(environment: Environment) -> str:
@@ -286,43 +261,32 @@ def read_run(path: Path) -> Run:
     return Run(header, environments, kept, warnings, tuple(added), dates)
 
 
-def repair(path: Path) -> str | None:
-    """Cut an incomplete last line off, or add its newline if only that is missing; returns the warning, if any."""
-    writer = RunWriter(path)
-    writer.close()
-    return writer.warning
-
-
 def _mend(path: Path, file: BinaryIO) -> str | None:
     """Repair the last line through the file that holds the lock, so that no other process is writing it."""
     lines, torn = _split(path)
     whole = b"".join(line + b"\n" for line in lines)
     if not lines or path.stat().st_size == len(whole):
         return None
-    try:
+    with write_errors(path, OTHER_FOLDER):
         file.truncate(min(len(whole), path.stat().st_size))
         if not torn:
             file.write(b"\n")
         file.flush()
         os.fsync(file.fileno())
-    except OSError as error:
-        raise _unwritable(path, error) from error
     return _torn_warning(path, len(lines) + 1, torn) if torn else None
 
 
 def _lock(path: Path, file: BinaryIO) -> None:
-    try:
+    with write_errors(path, OTHER_FOLDER), suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        pid = _pid_of_writer(path)
-        who, stop = (
-            ("this process", "close it first") if pid == os.getpid() else (f"pid {pid}", f"`kill {pid}` if it hangs")
-        )
-        if pid is None:
-            who, stop = "a process that is not visible from here", "end it there"
-        raise UsageError(f"{path} is being written by another attnbench ({who}): wait for it, or {stop}.") from error
-    except OSError as error:
-        raise _unwritable(path, error) from error
+        return
+    pid = _pid_of_writer(path)
+    who, stop = f"pid {pid}", f"`kill {pid}` if it hangs"
+    if pid is None:
+        who, stop = "a process that is not visible from here", "end it there"
+    elif pid == os.getpid():
+        who, stop = "this process", "close it first"
+    raise UsageError(f"{path} is being written by another attnbench ({who}): wait for it, or {stop}.")
 
 
 def _pid_of_writer(path: Path) -> int | None:
@@ -394,10 +358,8 @@ def _rejoin(path: Path, number: int, line: RecordLine, environments: Mapping[str
 
 
 def _with_true_clock(record: Record, environment: Environment) -> Record:
-    """Rename the clock of JAX's device times of versions whose estimator had no number yet.
-
-    Those times left out copies and fills, which torch's clock counted, so the two must not be ranked together.
-    """
+    """Rename the clock of JAX's device times of versions whose estimator had no number yet. Those times left out copies
+    and fills, which torch's clock counted, so the two must not be ranked together."""
     if environment.framework != "jax" or environment.device != "cuda" or "estimator" in environment.harness:
         return record
     if not isinstance(record, Ok) or record.time is None:
@@ -414,16 +376,10 @@ def _torn_warning(path: Path, number: int, torn: bytes) -> str:
     return f"{path}, line {number}: the last line was cut off after {len(torn)} bytes and is ignored."
 
 
-def _unwritable(path: Path, error: OSError, option: str = "--out") -> UsageError:
-    return UsageError(f"cannot write {path}: {error.strerror or error}. Choose another folder with {option}.")
-
-
 def impossible_times(record: Record, trimmed: bool = False) -> str:
-    """Return the first time of a record that no clock can have given, in words; empty if there is none.
-
-    Readers take logarithms, so that impossible times must be refused first.
-    With `trimmed` the samples are the medians of rounds, as a baseline keeps them.
-    """
+    """Return the first time of a record that no clock can have given, in words; empty if there is none. Readers take
+    logarithms, so that impossible times must be refused first. With `trimmed` the samples are the medians of rounds, as
+    a baseline keeps them."""
     if not isinstance(record, Ok):
         return ""
     times = {"time": record.time} | {f"also.{name}": time for name, time in record.also.items()}

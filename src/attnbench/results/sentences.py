@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from attnbench.measuring.rates import HOST_LIMITED, describe_host_limit, notes_of
+from attnbench.measuring.rates import HOST_LIMITED, notes_of
 from attnbench.measuring.sampling import WAITED
 from attnbench.printable import shortened
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE, RANK_LEVEL, TOO_WIDE, Ratio, paired_ratio
@@ -20,15 +20,18 @@ from attnbench.results.records import (
     baseline,
     by_workload,
     clock_of,
+    device_of,
     is_one_machine,
     is_timed,
     label,
     labelled,
+    named_record,
     sitting_of,
+    without_result,
 )
 from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Setback, Standing, Standings
 from attnbench.results.tally import Tally
-from attnbench.spec import Incorrect, Ok, Record, Unsupported
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Unsupported
 
 CANNOT_TELL = "cannot tell"
 NO_DIFFERENCE = "no significant difference"
@@ -46,10 +49,8 @@ ATTENTION = "attention"
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """Return a ratio and its interval with as many digits as its size needs, such as 1.96x (1.94-1.98).
-
-    Of an interval that is too wide, only the nearer edge is returned, or "cannot tell" if the interval covers 1.
-    """
+    """Return a ratio and its interval with as many digits as its size needs, such as 1.96x (1.94-1.98). Of an interval
+    that is too wide, only the nearer edge is returned, or "cannot tell" if the interval covers 1."""
     if vague(ratio):
         return CANNOT_TELL
     if too_wide(ratio):
@@ -104,11 +105,9 @@ def capped(parts: Sequence[str], most: int, more: str = "and {} more") -> list[s
 
 
 def category(ratio: Ratio) -> Category:
-    """Return the category of a time of the baseline over a time of this implementation.
-
-    A ratio that the ranking takes for a tie is no gain and no loss; its interval says nothing if it reaches as far as a
-    good gain, or as large a loss: more rounds would tell. A gain goes by the low edge of its interval.
-    """
+    """Return the category of a time of the baseline over a time of this implementation. A ratio that the ranking takes
+    for a tie is no gain and no loss; its interval says nothing if it reaches as far as a good gain, or as large a loss:
+    more rounds would tell. A gain goes by the low edge of its interval."""
     if not ratio.sign:
         return NO_DIFFERENCE if ratio.low > 1 / GOOD and ratio.high < GOOD else CANNOT_TELL
     if ratio.sign < 0:
@@ -132,11 +131,12 @@ class Speedup(Struct, frozen=True, kw_only=True):
 def speedups(standing: Standing, base: str) -> Iterator[Speedup]:
     """Yield every other record that was timed together with the baseline; nothing if the baseline was not timed."""
     timed = [row.record for row in standing.rows if is_timed(row.record)]
-    named = [one for one in timed if label(one) == base] or [one for one in timed if one.implementation == base]
-    for record in timed if named else ():
-        other, name = named[0], label(record)
-        together = (clock_of(record), sitting_of(record)) == (clock_of(other), sitting_of(other))
-        if record is other or not together or not is_one_machine(record, other):
+    other = named_record(timed, base)
+    for record in timed:
+        name = label(record)
+        if other is None or record is other or not is_one_machine(record, other):
+            continue
+        if (clock_of(record), sitting_of(record)) != (clock_of(other), sitting_of(other)):
             continue
         ranked = {name, label(other)} <= standing.ranked.keys()
         if not ranked:
@@ -149,7 +149,7 @@ def speedups(standing: Standing, base: str) -> Iterator[Speedup]:
             implementation=name,
             workload=record.workload.id,
             baseline=base,
-            device="" if record.environment is None else record.environment.device_name,
+            device=device_of(record),
             ratio=ratio,
             category=category(ratio),
             approximate=record.approximate,
@@ -172,12 +172,9 @@ def closing(
 
 
 def answer(standings: Standings, focus: Sequence[str] = (), wrong: bool = True) -> str:
-    """Return the sentence that answers the question, after what must be said first about implementations that are
-    never right.
-
-    `focus` names the implementations that the user asked about: if one of them does not win, the sentence says how far
-    behind it is. Without `wrong` the sentences about wrong results are left to the caller.
-    """
+    """Return the sentence that answers the question, after what must be said first about implementations that are never
+    right. `focus` names the implementations that the user asked about: if one of them does not win, the sentence says
+    how far behind it is. Without `wrong` the sentences about wrong results are left to the caller."""
     text = _answer(list(standings.overall.values()), standings.newest, standings.against, focus, wrong)
     return " ".join([*(setback_sentences(standings.setbacks) if wrong else []), text])
 
@@ -210,8 +207,7 @@ def _verdict(tally: Tally, base: str | None, focus: Sequence[str]) -> str:
     for name in focus:
         if name in tally.names and name not in (*best.names, base):
             tail += f". {_comparison(tally, name, best.name)}"
-    mine = (one.ranked[best.name] for one in tally.standings.values() if best.name in one.ranked)
-    if host := describe_host_limit(mine):
+    if host := tally.host_limit(best.name):
         tail += f". {best.name} is {host}"
     other = tally.next_best() if base is None or base in best.names else base
     if tally.won(best.names):
@@ -298,25 +294,24 @@ def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tup
 
 
 def setback_sentences(found: Iterable[Setback]) -> list[str]:
-    """Return a sentence per implementation whose older times are left out because a newer run found it incorrect, and
-    one per implementation whose older times count though a newer run has none."""
+    """Return a sentence per implementation whose older times a newer run contradicts (they are left out) or lacks (they
+    count)."""
     groups: dict[tuple[str, bool, bool], dict[str, Setback]] = {}
     for one in found:
         groups.setdefault((label(one.record), one.is_wrong, one.right_elsewhere), {})[one.record.workload.id] = one
     sentences = []
     for (name, is_wrong, right_elsewhere), shapes in sorted(groups.items(), key=lambda item: not item[0][1]):
         newer, on = next(iter(shapes.values())).newer, counted(len(shapes), "shape")
-        why = f"{newer.status.replace('_', ' ')}: {shortened(newer.reason).rstrip('.')}"
-        if right_elsewhere:
-            text = (
-                f"is left out on {on} with the versions, threads and processor of a newer run that found it incorrect."
-            )
-        elif is_wrong:
-            text = f"is left out on {on}: a newer run found it incorrect."
-        else:
-            text = f"is compared by older times on {on}: a newer run has none ({why})."
-        sentences.append(f"{name} {text}")
+        text = f"is compared by older times on {on}: a newer run has none ({_why(newer)})"
+        if is_wrong:
+            of = " with the versions, threads and processor of a newer run that" if right_elsewhere else ": a newer run"
+            text = f"is left out on {on}{of} found it incorrect"
+        sentences.append(f"{name} {text}.")
     return sentences
+
+
+def _why(lost: Failed | OutOfMemory | Timeout | Unsupported | Incorrect) -> str:
+    return f"{lost.status.replace('_', ' ')}: {shortened(lost.reason).rstrip('.')}"
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
@@ -326,8 +321,7 @@ def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str
         own = [record for record in records if record.implementation == name]
         lost = [record for record in own if not isinstance(record, Ok | Incorrect)]
         if lost and len(lost) == len(own):
-            status = lost[0].status.replace("_", " ")
-            sentences.append(f"{name} is not ranked: {status}: {shortened(lost[0].reason).rstrip('.')}.")
+            sentences.append(f"{name} is not ranked: {_why(lost[0])}.")
     return sentences
 
 
@@ -344,11 +338,9 @@ def count_notes(records: Iterable[Record]) -> list[str]:
 
 def not_run(records: Iterable[Record]) -> list[tuple[str, list[str]]]:
     """Return reason -> implementations that were refused for it, each once; the reason that most share first."""
-    groups: dict[str, dict[str, None]] = {}
-    for record in records:
-        if isinstance(record, Unsupported):
-            groups.setdefault(record.reason, {})[label(record)] = None
-    return sorted(((reason, list(names)) for reason, names in groups.items()), key=lambda item: -len(item[1]))
+    groups = without_result(record for record in records if isinstance(record, Unsupported))
+    found = [(reason, list(dict.fromkeys(map(label, group)))) for (_, reason), group in groups.items()]
+    return sorted(found, key=lambda item: -len(item[1]))
 
 
 def name_wrong(records: Iterable[Record]) -> str:

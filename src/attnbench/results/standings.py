@@ -30,6 +30,7 @@ from attnbench.results.records import (
     label,
     labelled,
     median_ns,
+    named_record,
     on_one_clock,
     same_kernel,
     sitting_of,
@@ -51,10 +52,8 @@ class Row(Struct, frozen=True, kw_only=True):
     record: Record
     rank: int | None = None
     tied: bool = False
-    """Whether the row shares its rank with the row above.
-
-    The row, or one below it that is not significantly slower, does not differ significantly from all rows of that rank.
-    """
+    """Whether the row shares its rank with the row above: it, or one below it that is not significantly slower, does
+    not differ significantly from all rows of that rank."""
     behind: bool = False
     """Whether the row is significantly slower than the first row of its rank, which it shares through another row."""
     speedup: Ratio | None = None
@@ -66,16 +65,15 @@ class Ratios:
     """Ratios between timed records at the ranking's confidence, each worked out once."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], Ratio] = {}
-        self._kept: list[Ok] = []
+        self._found: dict[tuple[int, int], tuple[Ratio, Ok, Ok]] = {}
+        """Ratios by the identities of two records, which are kept so that no other records get these."""
 
     def of(self, a: Ok, b: Ok) -> Ratio:
         """Return time of b / time of a."""
         key = id(a), id(b)
         if key not in self._found:
-            self._found[key] = paired_ratio(a, b, RANK_LEVEL)
-            self._kept += [a, b]
-        return self._found[key]
+            self._found[key] = paired_ratio(a, b, RANK_LEVEL), a, b
+        return self._found[key][0]
 
 
 class Standing:
@@ -112,10 +110,8 @@ class Standing:
 
     @cached_property
     def kernels(self) -> list[list[Row]]:
-        """Ranked rows by kernel: names of one kernel together, the plainest (shortest) name first.
-
-        Kernels come in the order of their ranks, within a rank those that are not `behind` first, then by time.
-        """
+        """Ranked rows by kernel: names of one kernel together, the plainest (shortest) name first. Kernels come in the
+        order of their ranks, within a rank those that are not `behind` first, then by time."""
         groups: list[list[Row]] = []
         for row in sorted((r for r in self.rows if r.rank is not None), key=lambda row: (row.rank, row.behind)):
             home = next((g for g in groups if self.one_kernel(g[0].implementation, row.implementation)), None)
@@ -148,33 +144,28 @@ class Standing:
         return self._ratios.of(self.ranked[a], self.ranked[b])
 
     def only(self, keep: Callable[[Record], bool]) -> Standing:
-        """Return the standing of some of its rows: they keep their order and their ties, ranks are counted anew.
-
-        Rows that another clock or sitting kept from being ranked are ranked among themselves if no ranked row is left.
-        """
+        """Return the standing of some of its rows: they keep their order and their ties, ranks are counted anew. Rows
+        that another clock or sitting kept unranked are ranked among themselves if no ranked row is left."""
         kept = [row for row in self.rows if keep(row.record)]
         if len(kept) == len(self.rows):
             return self
         if all(row.rank is None for row in kept) and exact(row.record for row in kept):
             return standing_of(row.record for row in kept)
         rows: list[Row] = []
-        leader: Row | None = None
-        place = 0
+        leader, place = None, 0
         for count, row in enumerate(kept, start=1):
-            if row.rank is None:
-                rows.append(row)
-                continue
-            tied = leader is not None and leader.rank == row.rank
-            if leader is None or not tied:
-                leader, place = row, count
-            behind = tied and self.ratio(leader.implementation, row.implementation).sign > 0
-            rows.append(structs.replace(row, rank=place, tied=tied, behind=behind))
+            if row.rank is not None:
+                tied = leader is not None and leader.rank == row.rank
+                if leader is None or not tied:
+                    leader, place = row, count
+                behind = tied and self.ratio(leader.implementation, row.implementation).sign > 0
+                row = structs.replace(row, rank=place, tied=tied, behind=behind)
+            rows.append(row)
         return Standing(rows, self._ratios)
 
 
 def rank(records: Iterable[Record], base: str | None = None) -> list[Row]:
-    """Return the rows of one workload and run: exact and timed ones by time, then approximate ones, then the rest with
-    their reasons. `base` names what speed-ups are against."""
+    """Return the rows of one workload and run: exact ones by time, approximate ones, the rest with their reasons."""
     return list(standing_of(records, base).rows)
 
 
@@ -183,30 +174,30 @@ def standing_of(records: Iterable[Record], base: str | None = None) -> Standing:
     shown = on_one_clock(r for r in records if not is_anchor(r))
     timed = sorted((r for r in comparable(shown) if is_timed(r)), key=lambda r: (median_ns(r), label(r)))
     clock, sitting = (clock_of(timed[0]), sitting_of(timed[0])) if timed else ("", "")
-    named = [r for r in timed if label(r) == base] or [r for r in timed if r.implementation == base]
-    ratios = Ratios()
+    base_record, ratios = named_record(timed, base), Ratios()
 
-    def row(record: Ok, **fields: Any) -> Row:
-        speedup = paired_ratio(record, named[0]) if named else None
-        return Row(implementation=label(record), record=record, speedup=speedup, **fields)
+    def row(record: Record, **fields: Any) -> Row:
+        return Row(implementation=label(record), record=record, **fields)
 
-    rows = [row(record, **place) for record, place in _places([r for r in timed if not r.approximate], ratios)]
-    rows += [row(record, reason=APPROXIMATE) for record in timed if record.approximate]
+    def timed_row(record: Ok, **fields: Any) -> Row:
+        return row(record, speedup=None if base_record is None else paired_ratio(record, base_record), **fields)
+
+    rows = [timed_row(record, **place) for record, place in _places([r for r in timed if not r.approximate], ratios)]
+    rows += [timed_row(record, reason=APPROXIMATE) for record in timed if record.approximate]
     left: list[Row] = []
     for record in shown:
         if not is_timed(record):
             reason = record.reason or ""
             if isinstance(record, Ok):
                 reason = next((note for note in record.notes if note.startswith(NOT_TIMED)), NOT_TIMED)
-            left.append(Row(implementation=label(record), record=record, reason=reason))
+            left.append(row(record, reason=reason))
         elif clock_of(record) != clock:
             reason = f"{OTHER_CLOCK} ({clock_of(record)}; the others by {clock}): not compared"
-            rows.append(Row(implementation=label(record), record=record, reason=reason))
+            rows.append(row(record, reason=reason))
         elif sitting_of(record) != sitting:
-            reason = f"{OTHER_SITTING}, so that it took no turns with the others: not compared"
-            rows.append(Row(implementation=label(record), record=record, reason=reason))
+            rows.append(row(record, reason=f"{OTHER_SITTING}, so that it took no turns with the others: not compared"))
         elif not is_one_machine(record, timed[0]):
-            rows.append(Row(implementation=label(record), record=record, reason=f"{OTHER_MACHINE}: not compared"))
+            rows.append(row(record, reason=f"{OTHER_MACHINE}: not compared"))
     return Standing([*rows, *left], ratios)
 
 
@@ -214,10 +205,8 @@ def _places(timed: Sequence[Ok], ratios: Ratios) -> Iterator[tuple[Ok, dict[str,
     """Yield each record with its rank, in order of time.
 
     A new rank opens with a record that is significantly slower than every record of the rank before, and than none
-    after it. "Not significantly different" is not transitive: a ~ b and b ~ c, with a significantly ahead of c. All
-    three share a rank then, since any line between them would part two that do not differ significantly; c is `behind`.
-    On a machine that drifts, medians and rounds may contradict each other: no line is drawn above a record that a later
-    one significantly beats.
+    after it (on a machine that drifts, medians and rounds may contradict each other). If a ~ b and b ~ c do not differ
+    significantly, all three share a rank; c is `behind` if a is significantly faster.
     """
 
     def slower(record: Ok, than: Ok) -> bool:
@@ -243,11 +232,10 @@ def contenders(standing: Standing) -> list[str]:
 def supersedes(new: Standing, old: Standing) -> bool:
     """Return whether a newer run decides a workload in place of an older one.
 
-    A run by a clock that leaves out part of what a call waits for gives way to one that counts it all and ranks two
-    implementations at least. Else the newer run decides if it holds all contenders of the older, by name or by another
-    name of the same kernel; or if its fastest is over 1.1 times as fast as the older run's, each held against what both
-    runs have. Two runs that share no name are compared in plain time if their clock is the same; if that shows no
-    difference, the one with more ranked implementations decides.
+    A clock that leaves out part of what a call waits for gives way to one that counts it all and ranks two
+    implementations at least. Else the newer run decides if it holds all contenders of the older, by any name of their
+    kernels, or if its fastest is over 1.1 times as fast as the older run's, each held against what both runs have. Runs
+    that share no name are compared in plain time if their clock is the same, else by the number of ranked ones.
     """
     whole_new, whole_old = (_clock(standing) != KERNELS_ONLY for standing in (new, old))
     if whole_new != whole_old and len((new if whole_new else old).ranked) > 1:
@@ -291,7 +279,7 @@ class Setback(Struct, frozen=True):
 
 
 def by_date(dated: Iterable[tuple[str, Record]]) -> list[Record]:
-    """Return records with their dates as records alone, the oldest first; those of one date keep their order."""
+    """Return dated records in the order of their dates; those of one date keep their order."""
     return [record for _, record in sorted(dated, key=lambda one: one[0])]
 
 
@@ -303,7 +291,7 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
     versions, threads and a processor for which the record counts. A crash, a timeout and a lack of memory say nothing
     of its numbers.
     """
-    places = _Places()
+    places = Places()
     judged: dict[tuple[str, str], list[Ok | Incorrect]] = {}
     losses: dict[tuple[str, str], Failed | OutOfMemory | Timeout] = {}
     found: list[Setback] = []
@@ -325,50 +313,38 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
 
 
 def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
-    """Return the record that says whether a cell is right, of records with the newest first; None without any.
-
-    That is the newest. If it was checked only and not timed, it is the newest of those that were right or wrong in
-    timed calls, if there are any.
-    """
+    """Return the record that says whether a cell is right, of records with the newest first; None without any. That is
+    the newest. If it was checked only and not timed, it is the newest of those that were right or wrong in timed calls,
+    if there are any."""
     verdict: Ok | Incorrect | None = None
     for record in judged:
-        if is_timed(record) or (isinstance(record, Incorrect) and (verdict is None or _is_of_timed_calls(record))):
+        in_timed_calls = isinstance(record, Incorrect) and record.reason.startswith(ONLY_TIMED)
+        if is_timed(record) or in_timed_calls or (verdict is None and isinstance(record, Incorrect)):
             return record
         if verdict is None:
             verdict = record
     return verdict
 
 
-def _is_of_timed_calls(record: Incorrect) -> bool:
-    """Return whether a record is incorrect by its timed calls, so that a check without timing says nothing of it."""
-    return record.reason.startswith(ONLY_TIMED)
-
-
-def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: _Places) -> Incorrect | None:
+def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: Places) -> Incorrect | None:
     """Return the verdict of a place where a timed record would count and its cell is incorrect; None without one."""
-    for one in newer:
-        if isinstance(one, Incorrect) and places.of(record).stale(places.environment(one)) is None:
-            verdict = _verdict(other for other in newer if places.of(other).agrees(places.of(one)))
+    for one in (one for one in newer if isinstance(one, Incorrect)):
+        environment, place = places.of(one)
+        if places.of(record)[1].stale(environment) is None:
+            verdict = _verdict(other for other in newer if places.of(other)[1].agrees(place))
             if isinstance(verdict, Incorrect):
                 return verdict
     return None
 
 
-class _Places:
+class Places:
     """The places of records as a policy tells them apart, each worked out once for an environment and a framework."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], tuple[Environment, Place]] = {}
 
-    def of(self, record: Record) -> Place:
-        """Return the place of a record."""
-        return self._of(record)[1]
-
-    def environment(self, record: Record) -> Environment:
-        """Return the environment of a record, with the framework that the record ran in."""
-        return self._of(record)[0]
-
-    def _of(self, record: Record) -> tuple[Environment, Place]:
+    def of(self, record: Record) -> tuple[Environment, Place]:
+        """Return the environment of a record, with the framework that it ran in, and its place."""
         key = id(record.environment), framework_of(record)
         if key not in self._found:
             made_in = record.environment or Environment(device="", device_name="")
@@ -420,14 +396,12 @@ class Standings:
             steps.setdefault(record.workload.step, []).append(record)
         self.baselines = {step: labelled(baseline(members, against), members) for step, members in steps.items()}
         """Step -> name of what speed-ups of its workloads are against."""
-        self.by_run: list[dict[str, Standing]] = []
+        self.by_run = [{key: self._rank(group) for key, group in by_workload(run).items()} for run in self.runs]
         """Run by run, workload id -> its standing, by the last record of each cell on each device."""
-        for run in self.runs:
-            self.by_run.append({})
-            for key, group in by_workload(run).items():
-                last = {(device_of(record), record.cell.id): record for record in group}
-                base = self.baselines[group[0].workload.step]
-                self.by_run[-1][key] = standing_of(map(condensed, last.values()), base)
+
+    def _rank(self, group: Iterable[Record]) -> Standing:
+        last = {(device_of(record), record.cell.id): condensed(record) for record in group}
+        return standing_of(last.values(), self.baselines[next(iter(last.values())).workload.step])
 
     @cached_property
     def _decided(self) -> dict[str, dict[str, tuple[int, Standing]]]:
@@ -489,11 +463,9 @@ class Standings:
         return next((one for one in (self.overall[key], *runs) if one.ranked.keys() >= set(names)), None)
 
     def order(self, key: str) -> list[Position]:
-        """Return the ranked rows of a workload, one standing of `apart` after the other.
-
-        Rows that are unbeaten in a further standing are near a row of an earlier one if they were timed by the same
-        clock and took at most 1.1 times as long.
-        """
+        """Return the ranked rows of a workload, one standing of `apart` after the other. Rows that are unbeaten in a
+        further standing are near a row of an earlier one if they were timed by the same clock and took at most 1.1
+        times as long."""
         apart = self.apart(key)
         kernels = [(group, names) for group, standing in enumerate(apart) for names in standing.kernels]
         starts = list(accumulate((len(names) for _, names in kernels), initial=0))

@@ -1,7 +1,6 @@
 """Standings of several workloads together: the implementation to recommend, and whether it is faster than another.
 
-A verdict uses the confidence of the ranking, so that no sentence claims more than the table beside it. The interval
-that is printed is the 95 % one, which lies within.
+A verdict uses the confidence of the ranking, so that no sentence claims more than the table beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from math import log
 
 from msgspec import Struct
 
+from attnbench.measuring.rates import describe_host_limit
 from attnbench.results.ratios import RANK_LEVEL, Ratio, mean_log_ratio, paired_ratio
 from attnbench.results.standings import Standing
 from attnbench.spec import Ok
@@ -104,24 +104,19 @@ class Tally:
 
     @cached_property
     def recommended(self) -> Recommended:
-        """Implementation that is unbeaten on most workloads; of several, the one with the least mean loss.
-
-        Its name is the plainest of its kernel.
-        """
+        """Implementation that is unbeaten on most workloads, of several the one with the least mean loss; by the
+        plainest name of its kernel."""
         counts = Counter(name for standing in self.standings.values() for name in standing.unbeaten)
         first = min(counts, key=lambda name: (-counts[name], self.mean_loss(name), name))
         names = {first, *self.same_kernel(first)}
         name = self.plainest(names)
         return Recommended(name, tuple(sorted(names & {name, *self.same_kernel(name)} - {name})))
 
-    def next_best(self, but: Iterable[str] = ()) -> str | None:
-        """Return the implementation to compare the recommended one with, by the plainest name of its kernel.
-
-        Of those that share the most workloads with it, this is the one with the least mean loss; None if there is no
-        other. Names in `but` are left out.
-        """
+    def next_best(self) -> str | None:
+        """Return the implementation to compare the recommended one with, by the plainest name of its kernel: of those
+        that share the most workloads with it, the one with the least mean loss; None if there is no other."""
         best = self.recommended
-        left = sorted(self.names - {*best.names, *but})
+        left = sorted(self.names.difference(best.names))
         shared = {name: len(self.pairs(best.name, name)) for name in left}
         most = max(shared.values(), default=0)
         if not most:
@@ -149,6 +144,11 @@ class Tally:
     def verdict(self, a: str, b: str) -> Verdict:
         """Return whether a is faster than b over the workloads that both ran, which must be one at least."""
         return judge(self.pairs(a, b), [one.ratio(a, b) for one in self._with(a, b)])
+
+    def host_limit(self, name: str) -> str:
+        """Return words for an implementation that waits for its host, so that its kernel time is not its time; else an
+        empty text."""
+        return describe_host_limit(one.ranked[name] for one in self._with(name))
 
     def mean_loss(self, name: str) -> float:
         """Return the mean logarithm of its time over the best time, over the workloads it ran on."""

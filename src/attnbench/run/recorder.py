@@ -90,10 +90,9 @@ class Recorder:
             self._request_unwritten = False
 
     def _header(self) -> Header:
-        request, asked = self._prepared.request, store_request(self._prepared.request)
-        return new_header(
-            version("attnbench"), self._prepared.suite, asked, request.seed, self._prepared.against, self._sources
-        )
+        prepared, asked = self._prepared, store_request(self._prepared.request)
+        facts = {"seed": prepared.request.seed, "against": tuple(prepared.against), "sources": self._sources}
+        return new_header(version("attnbench"), prepared.suite, asked, **facts)
 
 
 def device_name(environments: Sequence[Environment]) -> str:

@@ -12,14 +12,13 @@ from typing import Any
 from msgspec import Struct
 
 from attnbench.measuring.rates import host_limit, notes_of
-from attnbench.report.html.layout import WinnerMap, lay_out, set_beside
-from attnbench.report.html.sections import Section, ShapeNames, kind_words, length_text, name_shapes
+from attnbench.report.html.layout import Cell, WinnerMap, lay_out, set_beside
+from attnbench.report.html.sections import Section, ShapeNames, length_text, name_shapes
 from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
 from attnbench.results.standings import Row, Setback, Standings
 from attnbench.spec import Errors, Incorrect, Ok, Record
 
-Cell = dict[str, Any]
 LONGEST = 2000
 """Characters of a text on the page; names of kernels may have a thousand."""
 MOST_BASELINES = 6
@@ -84,10 +83,8 @@ def make_cells(section: Section, against: Sequence[str] = (), known: Iterable[Se
 
 def winner_rows(cells: Iterable[Cell]) -> list[Cell]:
     """Return a row for each shape: the cell with the first place, the other names of its kernel, and the next kernel.
-
     Places, kernels and who cannot be told apart come from the standings; the page reads the same of what passes its
-    filters.
-    """
+    filters."""
     shapes: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.get("place") is not None:
@@ -142,16 +139,11 @@ def _gains(standings: Standings, baselines: Sequence[str]) -> dict[tuple[int, st
 
 def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
     workload = record.workload
-    cell: Cell = {
+    cell: Cell = names.fields(workload) | {
         "label": label(record),
         "framework": framework_of(record),
-        "workload": workload.id,
-        "shape": names.shape(workload),
         "family": names.family(workload),
-        "track": names.track(workload),
-        "kind": kind_words(workload),
         "model": names.model(workload) or None,
-        "pass": workload.pass_,
         "batch": workload.batch,
         "len": workload.kv_len,
         "length": length_text(workload),
@@ -168,7 +160,6 @@ def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
             "reserved": memory.reserved_bytes,
             "fragmentation": memory.fragmentation,
             "method": short(memory.method or memory.reason or "") or None,
-            "largest": record.errors.max_abs,
             "deterministic": "yes" if record.deterministic else "no",
             "checked": record.verified_at.share,
             "approximate": "declared" if record.approximate else None,
@@ -183,9 +174,9 @@ def _cell(record: Record, row: Row, names: ShapeNames) -> Cell:
     return cell
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = LONGEST) -> str:
     """Return as much of a reason, note or kernel as the page shows; the documents beside the page have all of it."""
-    return f"{text[: LONGEST - 1]}…" if len(text) > LONGEST else text
+    return f"{text[: most - 1]}…" if len(text) > most else text
 
 
 def _timing(record: Ok) -> Cell:
@@ -212,7 +203,7 @@ def _timing(record: Ok) -> Cell:
         "bound": cost.bound or None,
         "compile": record.compile_ns or None,
         "first": record.first_call_ns,
-        "notes": "; ".join(map(short, notes_of(record))) or None,
+        "notes": "; ".join(short(note) for note in notes_of(record)) or None,
         "host": host_limit(record),
     }
 

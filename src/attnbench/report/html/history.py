@@ -1,4 +1,4 @@
-"""Cells over several runs: rows of a chart and a table, against the anchor kernels and never in bare milliseconds."""
+"""Cells over several runs: their view, against the anchor kernels and never in bare milliseconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from attnbench.comparing.history import (
     size,
 )
 from attnbench.comparing.history import gather as gather_series
-from attnbench.report.html.sections import ReportedRun, Section, ShapeNames, kind_words
+from attnbench.report.html import charts
+from attnbench.report.html.cells import Cells
+from attnbench.report.html.sections import ReportedRun, Section, ShapeNames
+from attnbench.report.html.views import LABEL, SHAPE, Column, View, own
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
 
@@ -36,6 +39,11 @@ SHORTEST = 7
 """Digits of a commit on an axis."""
 LEAST_SPAN = 0.05
 """Least span of the axis, as a share: noise of 1 % must not look like a change."""
+COLUMNS = [
+    LABEL, SHAPE, Column("runs", "runs", "number"), Column("first", "x anchors at first", "ratio"),
+    Column("last", "x anchors now", "ratio"), Column("moved", "since the first", "percent"),
+    Column("changes", "changes of level"),
+]  # fmt: skip
 Rows = list[dict[str, Any]]
 
 
@@ -77,33 +85,42 @@ def of_section(history: History, section: Section) -> list[Trend]:
     return [trend for trend in history.trends if is_here(trend.series.key)]
 
 
-def explain_no_history(history: History, section: Section) -> str:
+def history_view(history: History, section: Section, cells: Cells, labels: Sequence[str]) -> View:
+    """Return the view of how the times of a section changed over its runs."""
+    trends = of_section(history, section)
+    if not trends:
+        return View("history", "History", empty=_explain_no_history(history, section))
+    runs = f"Runs: {', '.join(history.runs)}." if len(history.runs) <= MOST_NAMED else f"{len(history.runs)} runs."
+    note = (
+        "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
+        f"the whole machine down moves nothing here. {runs} {_describe_search(trends)}"
+    )
+    chart = charts.history(labels, point_rows(trends, cells.names))
+    table = own(COLUMNS, trend_rows(trends, cells.names), "moved", True)
+    return View("history", "History", note, [chart], table)
+
+
+def _explain_no_history(history: History, section: Section) -> str:
     """Return why a section has no history, and what would give it one."""
     if len(section.runs) < LEAST_RUNS:
         return (
             "One run has no history: name two or more of one machine and its packages, "
-            "`attnbench report RUN1 RUN2 ...`; steps are looked for from "
-            f"{LEAST_POINTS} on."
+            f"`attnbench report RUN1 RUN2 ...`; steps are looked for from {LEAST_POINTS} on."
         )
     reasons = Counter(one.reason for one in history.excluded)
     told = f": {reasons.most_common(1)[0][0]}" if reasons else ""
     return f"No cell was timed beside anchor kernels in two of these runs{told}."
 
 
-def name_runs(history: History) -> str:
-    """Return the runs by name, the oldest first; their number if they are many."""
-    return f"Runs: {', '.join(history.runs)}." if len(history.runs) <= MOST_NAMED else f"{len(history.runs)} runs."
-
-
-def describe_search(trends: Sequence[Trend]) -> str:
+def _describe_search(trends: Sequence[Trend]) -> str:
     """Return a sentence on how steps were looked for and how many were found."""
     if missing := detector_missing():
         return f"Steps were not searched for: {missing}."
-    longest = max(len(trend.series.points) for trend in trends)
-    if longest < LEAST_POINTS:
-        return f"Too few runs to find a step: {longest} at most, {LEAST_POINTS} are needed."
+    lengths = [len(trend.series.points) for trend in trends]
+    if max(lengths) < LEAST_POINTS:
+        return f"Too few runs to find a step: {max(lengths)} at most, {LEAST_POINTS} are needed."
     changed = sum(bool(trend.changes) for trend in trends)
-    looked = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
+    looked = sum(length >= LEAST_POINTS for length in lengths)
     return f"{changed} of {looked} cells changed by {100 * (LEAST_STEP - 1):.0f} % or more."
 
 
@@ -112,7 +129,27 @@ def point_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
     stamps = {point.created for trend in trends for point in trend.series.points}
     # Up to the minute if that distinguishes all runs, else the second.
     length = MINUTE if len({stamp[:MINUTE] for stamp in stamps}) == len(stamps) else SECOND
-    return [row for trend, who in zip(trends, _identities(trends, names)) for row in _points(trend, who, length)]
+    rows: Rows = []
+    for trend, who in zip(trends, _identities(trends, names)):
+        points = trend.series.points
+        values = [point.value for point in points]
+        steps = {change.position: size(change) for change in trend.changes}
+        middle = exp(median(values))
+        spread = {"least": middle * (1 - LEAST_SPAN / 2), "most": middle * (1 + LEAST_SPAN / 2)}
+        ends = [0, *(change.position for change in trend.changes), len(values)]
+        levels = [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
+        for place, (point, level) in enumerate(zip(points, levels)):
+            when = point.created[:length].replace("T", " ")
+            rows.append(who | spread | {
+                "place": place,
+                "when": f"{when} {point.commit[:SHORTEST]}".rstrip(),
+                "commit": point.commit[:SHORT] or None,
+                "ratio": exp(point.value),
+                "level": level,
+                "step": steps.get(place),
+                "late": place > len(points) / 2,
+            })  # fmt: skip
+    return rows
 
 
 def trend_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
@@ -127,48 +164,14 @@ def trend_rows(trends: Sequence[Trend], names: ShapeNames) -> Rows:
     return rows
 
 
-def _points(trend: Trend, who: dict[str, Any], length: int) -> Rows:
-    points = trend.series.points
-    values = [point.value for point in points]
-    steps = {change.position: size(change) for change in trend.changes}
-    middle = exp(median(values))
-    spread = {"least": middle * (1 - LEAST_SPAN / 2), "most": middle * (1 + LEAST_SPAN / 2)}
-    ends = [0, *(change.position for change in trend.changes), len(values)]
-    levels = [exp(median(values[start:stop])) for start, stop in pairwise(ends) for _ in range(start, stop)]
-    return [
-        who
-        | spread
-        | {
-            "place": place,
-            "when": " ".join([point.created[:length].replace("T", " "), *filter(None, [point.commit[:SHORTEST]])]),
-            "commit": point.commit[:SHORT] or None,
-            "ratio": exp(point.value),
-            "level": level,
-            "step": steps.get(place),
-            "late": place > len(points) / 2,
-        }
-        for place, (point, level) in enumerate(zip(points, levels))
-    ]
-
-
 def _identities(trends: Sequence[Trend], names: ShapeNames) -> Rows:
     """Return the name of each cell and the fields that the filters look at."""
     found: Rows = []
     for trend in trends:
         key, workload = trend.series.key, trend.series.workload
         framework = key.implementation.partition(".")[0]
-        shape = names.shape(workload)
-        found.append(
-            {
-                "series": f"{key.implementation} · {shape}",
-                "label": key.implementation,
-                "framework": framework if framework in FRAMEWORKS else None,
-                "workload": workload.id,
-                "kind": kind_words(workload),
-                "shape": shape,
-                "pass": workload.pass_,
-            }
-        )
+        who = {"label": key.implementation, "framework": framework if framework in FRAMEWORKS else None}
+        found.append(who | names.fields(workload) | {"series": f"{key.implementation} · {names.shape(workload)}"})
     twice = {name for name, count in Counter(one["series"] for one in found).items() if count > 1}
     for trend, one in zip(trends, found):
         if one["series"] in twice:

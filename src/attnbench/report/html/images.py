@@ -9,40 +9,37 @@ from typing import Any
 import msgspec
 import vl_convert
 
-from attnbench.errors import AttnBenchError, UsageError
-from attnbench.files import draft_of, write_texts
+from attnbench.errors import AttnBenchError
+from attnbench.files import draft_of, write_errors, write_texts
 from attnbench.report.html.cells import Cell, pack, unpack, winner_rows
-from attnbench.report.html.charts import LENGTHS, Chart
-from attnbench.report.html.encodings import LIGHT, VEGA_LITE, keys, ranges
+from attnbench.report.html.charts import LENGTHS, LIGHT, VEGA_LITE, Chart, keys, ranges
 from attnbench.report.html.layout import RowFilter
 from attnbench.report.html.page import Page, PageSection, one_way
 from attnbench.results.run_file import slug
 
 WIDTH = 640
 SCALE = 2
-LABELS = 12
 GREY = "#d0d0d0"
 LONGEST_ERROR = 200
-AXIS = {
-    "titleFontWeight": "normal",
-    "domainColor": "#bbbbbb",
-    "tickColor": "#bbbbbb",
-    "gridColor": "#e4e4e4",
-    "labelFontSize": LABELS - 1,
-    "titleFontSize": LABELS,
-}
-FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
+CONFIG: dict[str, Any] = {
+    "font": "DejaVu Sans, Helvetica, Arial, sans-serif",
+    "background": "white",
+    "view": {"stroke": None},
+    "axis": {
+        "titleFontWeight": "normal", "domainColor": "#bbbbbb", "tickColor": "#bbbbbb", "gridColor": "#e4e4e4",
+        "labelFontSize": 11, "titleFontSize": 12,
+    },
+    "legend": {"labelFontSize": 12},
+    "title": {"fontSize": 13},
+}  # fmt: skip
 
 
 def write_images(page: Page, folder: Path) -> list[Path]:
-    """Draw every chart and return the files. A chart that shows one family of shapes at a time is drawn for each,
-    a chart of one cell for the first cell.
-
-    The first family, which the page shows first too, has the chart's own name.
-    """
+    """Draw every chart and return the files. A chart that shows one family of shapes at a time is drawn for each, a
+    chart of one cell for the first cell. The first family, which the page shows first too, has the chart's own name."""
     written: list[Path] = []
     failed: list[str] = []
-    try:
+    with write_errors(f"to {folder}", "Give --png another folder."):
         folder.mkdir(parents=True, exist_ok=True)
         for number, part in enumerate(page.parts):
             tail = f"-{number + 1}" if len(page.parts) > 1 else ""
@@ -60,8 +57,6 @@ def write_images(page: Page, folder: Path) -> list[Path]:
                     draft.write_bytes(picture)
                 write_texts({svg: drawing})
                 written += [png, svg]
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Give --png another folder.") from error
     if failed:
         raise AttnBenchError(
             f"{len(written)} files were written to {folder}, but these charts could not be drawn: {'; '.join(failed)}."
@@ -80,19 +75,16 @@ def _pictures(part: PageSection) -> Iterator[tuple[Chart, str, RowFilter | None]
 
 
 def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: RowFilter | None = None) -> dict[str, Any]:
-    """Return the chart with its data and the colours of the light page, of one choice: by default the first.
-
-    A chart of lines names few of its lines; the others are grey, below them, and counted.
-    """
+    """Return the chart with its data and the colours of the light page, of one choice: by default the first. A chart of
+    lines names few of its lines; the others are grey, below them, and counted."""
     mine = [row for row in unpack(chart.rows or pack(rows)) if row.get(chart.needs) is not None]
     mine = [row for row in mine if chart.map in (None, row.get("map"))]
     spec: dict[str, Any] = {key: value for key, value in chart.spec.items() if key != "autosize"} | {"width": WIDTH}
-    if chart.title:
-        spec["title"] = {"text": chart.title, "fontWeight": "normal", "anchor": "start"}
     shown = choice or next(iter(chart.choices), RowFilter(""))
     if chart.choices:
         mine = [row for row in mine if shown.accepts(row)]
-        spec["title"] = {"text": shown.text, "fontWeight": "normal", "anchor": "start"}
+    if heading := shown.text if chart.choices else chart.title:
+        spec["title"] = {"text": heading, "fontWeight": "normal", "anchor": "start"}
     if chart.map is not None:
         mine = winner_rows(mine)
     drawn = {row["label"] for row in mine if "label" in row}
@@ -106,12 +98,11 @@ def drawable(chart: Chart, rows: list[Cell], labels: Sequence[str], choice: RowF
         spec["height"] = chart.step * len({row[chart.lines] for row in mine})
     axes = {name: listed(field, mine) for name, field in chart.axes.items()}
     params = [one | {"value": axes[one["name"]]} if one["name"] in axes else one for one in spec["params"]]
-    config = _config([name in named or name not in drawn for name in labels])
-    return _with_drawn_legends(spec, set(keys(list(named)))) | {
-        "params": params,
-        "datasets": {"rows": mine},
-        "config": config,
-    }
+    found = ranges(len(labels), LIGHT)
+    coloured = (name in named or name not in drawn for name in labels)
+    found["category"] = [colour if one else GREY for colour, one in zip(found["category"], coloured)]
+    data = {"params": params, "datasets": {"rows": mine}, "config": CONFIG | {"range": found}}
+    return _with_drawn_legends(spec, set(keys(named))) | data
 
 
 def listed(field: str, rows: list[Cell]) -> list[Any]:
@@ -130,18 +121,3 @@ def _with_drawn_legends(node: Any, shown: set[str]) -> Any:
     if isinstance(legend := copy.get("legend"), dict) and "values" in legend:
         legend["values"] = [name for name in legend["values"] if name in shown]
     return copy
-
-
-def _config(named: Sequence[bool]) -> dict[str, Any]:
-    """Return the configuration of a chart: colours of the labels in their order, grey for those that are not named."""
-    found = ranges(len(named), LIGHT)
-    found["category"] = [colour if one else GREY for colour, one in zip(found["category"], named)]
-    return {
-        "range": found,
-        "font": FONT,
-        "background": "white",
-        "view": {"stroke": None},
-        "axis": AXIS,
-        "legend": {"labelFontSize": LABELS},
-        "title": {"fontSize": LABELS + 1},
-    }

@@ -39,12 +39,9 @@ class WinnerMap(Struct, frozen=True):
 
 
 def lay_out(cells: Sequence[Cell]) -> list[WinnerMap]:
-    """Give every cell that lies on a map its row and column; the largest map first.
-
-    Families that were measured at the same few combinations of batch and length share a map, with a row for each. One
-    of many combinations has a map to itself, a row per batch. Shapes of models lie on no grid: a map of rows without
-    columns.
-    """
+    """Give every cell that lies on a map its row and column; the largest map first. Families that were measured at the
+    same few combinations of batch and length share a map, with a row for each. One of many combinations has a map to
+    itself, a row per batch. Shapes of models lie on no grid: a map of rows without columns."""
     found = sorted(_groups(cells).items(), key=lambda item: -len({cell["workload"] for cell in item[1]}))
     maps = []
     for number, (title, members) in enumerate(found[:MOST_MAPS]):
@@ -69,11 +66,9 @@ def lay_out(cells: Sequence[Cell]) -> list[WinnerMap]:
 
 
 def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Return title -> the cells of a map with two shapes or more.
-
-    A family whose combinations all lie on the map of another family is a row of that map: an interrupted run leaves
-    some families with fewer shapes than others, and one map must still show all of them.
-    """
+    """Return title -> the cells of a map with two shapes or more. A family whose combinations all lie on the map of
+    another family is a row of that map: an interrupted run leaves some families with fewer shapes than others, and one
+    map must still show all of them."""
     families: dict[str, list[Cell]] = {}
     for cell in cells:
         families.setdefault(MODELS if cell.get("model") else cell["family"], []).append(cell)

@@ -17,10 +17,10 @@ from msgspec import Struct
 
 from attnbench.report.environment import section_facts
 from attnbench.report.html.cells import Cells, make_cells, pack
-from attnbench.report.html.encodings import DARK, LIGHT, order_labels, ranges, vega_script
-from attnbench.report.html.history import NO_HISTORY, History
+from attnbench.report.html.charts import DARK, LIGHT, order_labels, ranges, vega_script
+from attnbench.report.html.history import NO_HISTORY, History, history_view
 from attnbench.report.html.sections import ReportedRun, Section, gather
-from attnbench.report.html.views import View, history_view, make_views
+from attnbench.report.html.views import View, make_views
 from attnbench.report.summaries import MachineStandings, group_advice
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 from msgspec import Struct, field
 
-from attnbench.results.families import FRAMEWORKS, head_words, kind_of
-from attnbench.results.records import is_anchor, is_timed
+from attnbench.results.families import FRAMEWORKS, family_of_shape
+from attnbench.results.records import is_anchor, is_timed, machine_differences
 from attnbench.results.run_file import Run
 from attnbench.spec import Environment, Record, Workload
 
@@ -56,13 +57,9 @@ class Section(Struct):
     def admits(self, environments: Mapping[str, Environment]) -> bool:
         """Return whether times measured there may stand beside those of this section: on one machine, with every
         framework that both know in the same versions. A library that only one of them has makes no difference."""
-
-        def one_machine(a: Environment, b: Environment) -> bool:
-            known = (name for name in MACHINE if getattr(a, name) and getattr(b, name))
-            return all(getattr(a, name) == getattr(b, name) for name in known)
-
+        pairs = product(self.environments.values(), environments.values())
         both = self.environments.keys() & environments.keys()
-        return all(one_machine(a, b) for a in self.environments.values() for b in environments.values()) and all(
+        return not any(machine_differences(a, b, MACHINE) for a, b in pairs) and all(
             self.environments[name].agrees(environments[name]) for name in both
         )
 
@@ -73,10 +70,8 @@ class Section(Struct):
 
 
 def gather(sources: Sequence[ReportedRun]) -> list[Section]:
-    """Return the sections of all runs, the one with most timed records first.
-
-    A run is split before it is put beside others: its frameworks were timed in interleaved rounds and stay together.
-    """
+    """Return the sections of all runs, the one with most timed records first. A run is split before it is put beside
+    others: its frameworks were timed in interleaved rounds and stay together."""
     sections: list[Section] = []
     for place, source in enumerate(sources):
         for part in _parts([r for r in source.run.records if not is_anchor(r)], place):
@@ -141,6 +136,11 @@ class ShapeNames(Struct, frozen=True):
         """Return the name of a shape in the model it was taken from, such as "pi0 denoise"; empty for any other."""
         return " ".join(workload.tags) if self.named and workload.source else ""
 
+    def fields(self, workload: Workload) -> dict[str, str]:
+        """Return the fields of a row by which the page names and filters a shape."""
+        kind = f"batch {workload.batch} · {family_of_shape(workload).shapes}"
+        return {"shape": self.shape(workload), "workload": workload.id, "kind": kind, "pass": workload.pass_}
+
     def _words(self, workload: Workload, but: str = "") -> list[str]:
         words = axis_words(workload, self.digests)
         return [word for name, word in words.items() if word and name in self.varying and name != but]
@@ -165,31 +165,21 @@ def _names(workloads: Sequence[Workload], digests: bool, named: bool) -> ShapeNa
 
 def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
     """Return every axis except batch and length in a word or two; empty if there is nothing to say."""
-    heads = f"{workload.heads}" if workload.heads == workload.kv_heads else f"{workload.heads}:{workload.kv_heads}"
-    width = f"{workload.head_dim}"
-    if workload.value_dim != workload.head_dim:
-        width += f"/{workload.value_dim}"
     mask = workload.visible_mask.id
     for kind in workload.visible_mask.kinds:  # ids write block_causal as one word
         mask = re.sub(rf"\b{kind.replace('_', '')}(?![a-z])", kind, mask)
+    family = family_of_shape(workload)
     queries = "1 query" if workload.q_len == 1 else f"{workload.q_len} queries"
     return {
         "pass": workload.pass_,
         "queries": "" if workload.q_len == workload.kv_len else queries,
-        "heads": head_words(heads, width),
+        "heads": family.head_words,
         "mask": mask if digests else DIGEST.sub("", mask),
         "dtype": workload.dtype,
-        "extras": " ".join(f"{name} {value}" for name, value in workload.extras.items()),
+        "extras": family.extras,
     }
-
-
-def kind_words(workload: Workload) -> str:
-    """Return the kind of shapes in the words of the answer, for the filter."""
-    return f"batch {workload.batch} · {kind_of(workload)}"
 
 
 def length_text(workload: Workload) -> str:
     """Return the length as text: 512, or 11 x 827 if queries and keys differ in number."""
-    if workload.q_len == workload.kv_len:
-        return f"{workload.q_len}"
-    return f"{workload.q_len} x {workload.kv_len}"
+    return f"{workload.q_len}" if workload.q_len == workload.kv_len else f"{workload.q_len} x {workload.kv_len}"

@@ -1,34 +1,25 @@
-"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table; and the rows of
-those that do not show cells: frameworks side by side, KV cache, kernels, growth with length, reasons, ceilings."""
+"""The views of a section, in the order of the page: each has a heading, a sentence, charts and a table, which the page
+fills, sorts and filters; and the rows of those that do not show cells: frameworks side by side, KV cache, kernels,
+growth with length, reasons, ceilings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
-from attnbench.report.html import charts, tables
-from attnbench.report.html.cells import FARTHEST, Cells, short, winner_rows
+from attnbench.report.html import charts
+from attnbench.report.html.cells import FARTHEST, Cells, pack, short, winner_rows
 from attnbench.report.html.charts import Chart
-from attnbench.report.html.history import (
-    History,
-    describe_search,
-    explain_no_history,
-    name_runs,
-    of_section,
-    point_rows,
-    trend_rows,
-)
 from attnbench.report.html.layout import line_choices
-from attnbench.report.html.sections import Section, ShapeNames, kind_words
-from attnbench.report.html.tables import Table, own
+from attnbench.report.html.sections import ShapeNames
 from attnbench.results.families import tracks
 from attnbench.results.growth import Fit, compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.ratios import EXCELLENT, GOOD, LEAST_DIFFERENCE
-from attnbench.results.records import framework_of, is_timed, label
+from attnbench.results.records import framework_of, is_timed, label, without_result
 from attnbench.results.sentences import CANNOT_TELL, capped, category, counted, format_ratio
 from attnbench.spec import Cost, Ok, Record
 
@@ -45,6 +36,113 @@ MOST_REASONS = 3
 CEILINGS = {"always": "compute", "never": "memory"}
 """Regime -> limit that sets the ceiling at all lengths of a track."""
 Rows = list[dict[str, Any]]
+Kind = Literal[
+    "text", "label", "ns", "bytes", "number", "ratio", "percent", "half", "error", "gain", "interval", "list", "of"
+]
+"""Ways to write a field. An `interval` is the field of its low edge, by which rows are sorted; the high edge is called
+`_high` for `_low`. A `gain` is written as its `_text`."""
+
+
+class Column(Struct, frozen=True):
+    """A field, its heading with the unit where the figures do not carry it, and how it is written."""
+
+    field: str
+    title: str
+    kind: Kind = "text"
+
+
+class Table(Struct, frozen=True, omit_defaults=True):
+    """A table with `rows` of its own, or with the rows of the section that have the field `needs`."""
+
+    columns: list[Column]
+    sort: str
+    needs: str = ""
+    rows: dict[str, Any] | None = None
+    made_by: str = ""
+    """Function of the page that derives its rows from those that pass the filters."""
+    descending: bool = False
+
+
+def own(
+    columns: list[Column], rows: Sequence[Mapping[str, Any]], sort: str, descending: bool = False, made_by: str = ""
+) -> Table:
+    """Return a table whose rows are not cells."""
+    return Table(columns, sort, rows=pack(rows), made_by=made_by, descending=descending)
+
+
+SHAPE = Column("shape", "shape")
+LABEL = Column("label", "implementation", "label")
+TIME = Column("ns", "time", "ns")
+PEAK = Column("peak", "peak", "bytes")
+RATE = Column("tflops", "TFLOP/s", "number")
+REMARKS = Column("notes", "remarks")
+
+WINNERS = Table([
+    SHAPE, Column("label", "fastest", "label"), Column("same", "same kernel", "label"), TIME,
+    Column("next_label", "next best", "label"), Column("regret", "regret of the next best", "percent"),
+    Column("certain", "certain"), Column("field", "measured here", "number"), REMARKS,
+], "shape", "ns", made_by="winners")  # fmt: skip
+REGRET = Table([
+    LABEL, Column("shapes", "shapes", "of"), Column("wins", "fastest", "number"),
+    Column("mean_regret", "regret, mean", "percent"), Column("worst_regret", "regret, worst", "percent"),
+    Column("worst_shape", "worst at"),
+], "shapes", "ns", made_by="regret", descending=True)  # fmt: skip
+SPEEDUPS = Table([
+    SHAPE, LABEL, TIME, Column("half", "95 %", "half"), Column("gain", "times as fast (99 %)", "gain"),
+    Column("gain_is", "category"), RATE, Column("tokens", "tokens/s", "number"), REMARKS,
+], "gain", "ns", made_by="speedups")  # fmt: skip
+MEMORY = Table([
+    SHAPE, LABEL, PEAK, Column("theory", "theory", "bytes"), Column("over", "peak / theory", "ratio"),
+    Column("method", "measured by"),
+], "over", "peak", made_by="memory", descending=True)  # fmt: skip
+FRAGMENTATION = Table([
+    SHAPE, LABEL, Column("reserved", "reserved", "bytes"), PEAK, Column("fragmentation", "fragmentation", "percent"),
+], "fragmentation", "fragmentation", descending=True)  # fmt: skip
+PERCENTILES = Table([
+    SHAPE, LABEL, Column("ns", "P50", "ns"), Column("p95", "P95", "ns"), Column("p99", "P99", "ns"),
+    Column("max", "max", "ns"), Column("tail", "P99 / P50", "ratio"), Column("samples", "samples", "number"),
+    Column("outliers", "outliers, kept", "number"), Column("clock", "clock"),
+], "tail", "ns", made_by="tails", descending=True)  # fmt: skip
+ROOFLINE = Table([
+    SHAPE, LABEL, Column("roofline", "share reached", "percent"), Column("bound", "ceiling of the shape"), RATE,
+    Column("gbs", "GB/s", "number"), Column("intensity", "FLOP per byte", "number"),
+], "roofline", "roofline", descending=True)  # fmt: skip
+COMPILE = Table([
+    SHAPE, LABEL, Column("compile", "compile", "ns"), Column("first", "first call", "ns"),
+], "compile", "compile", descending=True)  # fmt: skip
+CORRECTNESS = Table([
+    SHAPE, LABEL, Column("verdict", "result"), Column("error", "forward error", "error"),
+    Column("allowed", "allowed", "error"), Column("share", "share of allowed", "percent"),
+    Column("gradient", "gradient error", "error"), Column("gradient_allowed", "allowed", "error"),
+    Column("lse", "LSE error", "error"), Column("deterministic", "deterministic"), Column("stable", "stable at"),
+    Column("hidden_nan", "NaN behind the mask"), Column("checked", "rows checked", "percent"),
+    Column("approximate", "approximate"), Column("why", "why"),
+], "share", "verdict", descending=True)  # fmt: skip
+NOT_RUN = Table([
+    Column("status", "what happened"), Column("cells", "cells", "number"), Column("labels", "implementations"),
+    Column("reason", "reason"), Column("where", "for example at"),
+], "cells", "reason", made_by="skipped", descending=True)  # fmt: skip
+
+FRAMEWORKS = [
+    SHAPE, Column("torch", "best of torch", "label"), Column("torch_ns", "time", "ns"),
+    Column("jax", "best of JAX", "label"), Column("jax_ns", "time", "ns"),
+    Column("gain", "torch is so many times as fast (99 %)", "gain"), Column("side", "faster"),
+]  # fmt: skip
+CACHE = [
+    SHAPE, Column("cache", "KV cache", "bytes"), Column("per_token", "per token of context", "bytes"),
+    Column("scores", "scores, if they were stored", "bytes"),
+]  # fmt: skip
+GROWTH = [Column("track", "shapes"), LABEL, Column("lengths", "lengths")]
+GROWTH_TIME = [
+    *GROWTH, Column("time", "time ~ n to the power", "ratio"), Column("time_low", "95 %", "interval"),
+    Column("time_theory", "in theory", "ratio"), Column("bound", "ceiling of the shapes"),
+]  # fmt: skip
+GROWTH_MEMORY = [
+    *GROWTH, Column("memory", "memory ~ n to the power", "ratio"), Column("memory_low", "95 %", "interval"),
+    Column("memory_theory", "in theory", "ratio"), Column("memory_is", "at the long end"),
+    Column("fits", "fits until (tokens)", "number"),
+]  # fmt: skip
+KERNELS = [LABEL, Column("pass", "pass"), Column("shapes", "shapes", "number"), Column("kernels", "kernels", "list")]
 
 
 class View(Struct, frozen=True):
@@ -60,47 +158,49 @@ class View(Struct, frozen=True):
 
 def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]:
     """Return every view that a section has data for, and a line for those that a reader would miss."""
+    cached, launched = kv_cache(cells), kernels(cells)
     views = [
         *_speed(cells, labels),
         _memory(cells, labels),
         *_growth(cells),
-        own_view("cache", "KV cache", "What keys and values of the whole context take in memory, whoever reads them.",
-                 own(tables.CACHE, kv_cache(cells), "cache", True)),
-        _if_any(cells, "fragmentation", View("fragmentation", "Fragmentation",
-                "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
-                "peak, blocks kept for the next call included.", table=tables.FRAGMENTATION)),
-        _roofline(cells, labels),
-        _if_any(cells, "ns", View("percentiles", "Latency percentiles",
-                "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
-                table=tables.PERCENTILES)),
-        _if_any(cells, "compile", View("compile", "Compile time", "Once per shape, before anything is timed.",
-                [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
-                tables.COMPILE), "Nothing that was timed had to be compiled."),
+        _shown(View("cache", "KV cache",
+                    "What keys and values of the whole context take in memory, whoever reads them.",
+                    table=own(CACHE, cached, "cache", True)), cached),
+        _shown(View("fragmentation", "Fragmentation",
+                    "1 - allocated / reserved of the whole process: what its allocator holds and nobody used at the "
+                    "peak, blocks kept for the next call included.", table=FRAGMENTATION),
+               _holds(cells, "fragmentation")),
+        _shown(View("roofline", "Roofline",
+                    "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
+                    "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an "
+                    "implementation at 2 % of its ceiling is bound by something else.",
+                    [charts.roofline(labels, roofs(cells))], ROOFLINE),
+               _holds(cells, "roofline"), "No ceiling was measured for this device and precision."),
+        _shown(View("percentiles", "Latency percentiles",
+                    "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
+                    table=PERCENTILES), _holds(cells, "ns")),
+        _shown(View("compile", "Compile time", "Once per shape, before anything is timed.",
+                    [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
+                    COMPILE), _holds(cells, "compile"), "Nothing that was timed had to be compiled."),
         _correctness(cells, labels),
         _frameworks(cells),
         history,
-        own_view("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
-                 own(tables.KERNELS, kernels(cells), "label", made_by="kernels"), "No run was profiled."),
-        View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.", table=tables.NOT_RUN)
-        if any(cell["status"] != "ok" for cell in cells.rows)
-        else View("not-run", "Skipped or failed", empty="Everything that was asked for ran and was right."),
+        _shown(View("kernels", "Kernels that ran", "Read from a profile of the timed call, not from a name.",
+                    table=own(KERNELS, launched, "label", made_by="kernels")), launched, "No run was profiled."),
+        _shown(View("not-run", "Skipped or failed", "Once per reason. What has no result has no time.",
+                    table=NOT_RUN), any(cell["status"] != "ok" for cell in cells.rows),
+               "Everything that was asked for ran and was right."),
     ]  # fmt: skip
     return [view for view in views if view is not None]
 
 
-def own_view(
-    name: str, title: str, note: str, table: Table, empty: str = "", drawn: Sequence[Chart] = ()
-) -> View | None:
-    """Return a view of one table; without rows its reason, without a reason None."""
-    if table.rows is not None and table.rows["count"]:
-        return View(name, title, note, list(drawn), table)
-    return View(name, title, empty=empty) if empty else None
+def _shown(view: View, there: Sequence[object] | bool, empty: str = "") -> View | None:
+    """Return the view if there is something to see, else its title with the reason; without a reason None."""
+    return view if there else View(view.name, view.title, empty=empty) if empty else None
 
 
-def _if_any(cells: Cells, field: str, view: View, empty: str = "") -> View | None:
-    if any(cell.get(field) is not None for cell in cells.rows):
-        return view
-    return View(view.name, view.title, empty=empty) if empty else None
+def _holds(cells: Cells, field: str) -> bool:
+    return any(cell.get(field) is not None for cell in cells.rows)
 
 
 def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
@@ -108,15 +208,8 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
     time = charts.against_length(
         "time", labels, "ns", "Time per call (ms)", low="datum.low / 1e6", high="datum.high / 1e6", choices=choices
     )
-    rate = charts.against_length(
-        "rate",
-        labels,
-        "tflops",
-        "Rate (TFLOP/s)",
-        low="datum.tflops * datum.ns / datum.high",
-        high="datum.tflops * datum.ns / datum.low",
-        choices=choices,
-    )
+    low, high = "datum.tflops * datum.ns / datum.high", "datum.tflops * datum.ns / datum.low"
+    rate = charts.against_length("rate", labels, "tflops", "Rate (TFLOP/s)", low, high, choices=choices)
     fastest = sorted({row["label"] for row in winner_rows(cells.rows)})
     winners = View(
         "winners",
@@ -125,13 +218,13 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         "call. Names of one kernel count once. Regret is the extra time that another choice costs. Kinds of shapes "
         "measured at one batch and length only are in the table.",
         [charts.winner_map(labels, fastest, one) for one in cells.maps],
-        tables.WINNERS,
+        WINNERS,
     )
     regret = View(
         "regret",
         "One for all shapes",
         "What it costs to use one implementation everywhere: compare those that ran on as many shapes.",
-        table=tables.REGRET,
+        table=REGRET,
     )
     length = View(
         "length",
@@ -146,14 +239,14 @@ def _speed(cells: Cells, labels: Sequence[str]) -> list[View | None]:
         f"excellent above {EXCELLENT:g} times, good from {GOOD:g}, measured from 1.01, investigate below 0.99. "
         "A ratio nearer to 1, or whose interval covers 1, is no significant difference "
         f"if the interval stays within {GOOD:g} times either way; else it cannot tell, and more rounds would.",
-        table=tables.SPEEDUPS,
+        table=SPEEDUPS,
     )
-    nothing = explain_nothing_timed(cells.records)
+    timed = _holds(cells, "ns")
     return [
-        _if_any(cells, "ns", winners, nothing),
-        _if_any(cells, "ns", regret),
-        _if_any(cells, "ns", length),
-        _if_any(cells, "gain0", speedups, "Nothing was timed that could be compared."),
+        _shown(winners, timed, explain_nothing_timed(cells.records)),
+        _shown(regret, timed),
+        _shown(length, timed),
+        _shown(speedups, _holds(cells, "gain0"), "Nothing was timed that could be compared."),
     ]
 
 
@@ -170,9 +263,9 @@ def _memory(cells: Cells, labels: Sequence[str]) -> View | None:
         "Points are measured; a tick is what theory asks for (output, gradients, scores where they are stored)."
         f" {FEW}{_beside(cells)}"
     )
-    view = View("memory", "Memory against length", note, [chart], tables.MEMORY)
     why = next((f": {cell['method']}" for cell in cells.rows if cell.get("method")), "")
-    return _if_any(cells, "peak", view, f"No peak was measured{why}.")
+    view = View("memory", "Memory against length", note, [chart], MEMORY)
+    return _shown(view, _holds(cells, "peak"), f"No peak was measured{why}.")
 
 
 def _growth(cells: Cells) -> list[View | None]:
@@ -182,39 +275,28 @@ def _growth(cells: Cells) -> list[View | None]:
         "Exponents over the lengths measured at one batch size; 1 is O(n), 2 is O(n^2). Two lengths have no interval."
     )
     return [
-        own_view("growth-time", "Growth of time with length",
-                 f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the implementation.",
-                 own(tables.GROWTH_TIME, time, "track"),
-                 "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
-        own_view("growth-memory", "Growth of memory with length",
-                 f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
-                 "those that store the scores, up to 8 times the longest length measured.",
-                 own(tables.GROWTH_MEMORY, memory, "track")),
+        _shown(View("growth-time", "Growth of time with length",
+                    f"{fitted} The ceiling follows from the FLOPs and bytes of the shapes, not from the "
+                    "implementation.", table=own(GROWTH_TIME, time, "track")), time,
+               "Nothing was timed at three lengths of one batch size, or at two that are 4 times apart."),
+        _shown(View("growth-memory", "Growth of memory with length",
+                    f"{fitted} Where it stops fitting the device (JAX: what its allocator may take of it) is said of "
+                    "those that store the scores, up to 8 times the longest length measured.",
+                    table=own(GROWTH_MEMORY, memory, "track")), memory),
     ]  # fmt: skip
-
-
-def _roofline(cells: Cells, labels: Sequence[str]) -> View | None:
-    note = (
-        "Grey lines are the ceilings measured on this device by a large matrix product and a large copy. "
-        "Which of the two binds follows from the FLOPs and bytes of a shape, whoever runs it: an implementation at 2 % "
-        "of its ceiling is bound by something else."
-    )
-    view = View("roofline", "Roofline", note, [charts.roofline(labels, roofs(cells))], tables.ROOFLINE)
-    return _if_any(cells, "roofline", view, "No ceiling was measured for this device and precision.")
 
 
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
     beyond = any(cell.get("share", 0) > FARTHEST for cell in cells.rows)
     title = "Error / error allowed" + (f" ({FARTHEST:.0f}: as much or more)" if beyond else "")
     drawn = [charts.strip("correctness", labels, "datum.drawn_share", title, "drawn_share", limit=1)]
-    if not any("drawn_share" in cell for cell in cells.rows):
-        drawn = []
     note = (
         "Relative error against float64, of the output or of the gradients, whichever made more of what it may. What "
         "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and "
         "has no time."
     )
-    return _if_any(cells, "verdict", View("correctness", "Correctness", note, drawn, tables.CORRECTNESS))
+    shown = drawn if _holds(cells, "drawn_share") else []
+    return _shown(View("correctness", "Correctness", note, shown, CORRECTNESS), _holds(cells, "verdict"))
 
 
 def _frameworks(cells: Cells) -> View | None:
@@ -226,22 +308,8 @@ def _frameworks(cells: Cells) -> View | None:
         "too close to call, or cannot be told."
     )
     drawn = [charts.side_by_side(rows)] if 0 < len(rows) <= MOST_LINES else []
-    table = own(tables.FRAMEWORKS, rows, "gain", True)
-    return own_view("frameworks", "torch next to JAX", note, table, "No shape was timed in both frameworks.", drawn)
-
-
-def history_view(history: History, section: Section, cells: Cells, labels: Sequence[str]) -> View:
-    """Return the view of how the times of a section changed over its runs."""
-    trends = of_section(history, section)
-    if not trends:
-        return View("history", "History", empty=explain_no_history(history, section))
-    note = (
-        "A point is a run: the time of the cell over that of the anchor kernels timed beside it, so that what slows "
-        f"the whole machine down moves nothing here. {name_runs(history)} {describe_search(trends)}"
-    )
-    chart = charts.history(labels, point_rows(trends, cells.names))
-    table = own(tables.HISTORY, trend_rows(trends, cells.names), "moved", True)
-    return View("history", "History", note, [chart], table)
+    view = View("frameworks", "torch next to JAX", note, drawn, own(FRAMEWORKS, rows, "gain", True))
+    return _shown(view, rows, "No shape was timed in both frameworks.")
 
 
 def side_by_side(cells: Cells) -> Rows:
@@ -254,31 +322,11 @@ def side_by_side(cells: Cells) -> Rows:
         if both is None or ours is None or theirs is None:
             continue
         ratio = both.ratio(ours, theirs)
-        rows.append(
-            _shape(both.ranked[ours], cells.names)
-            | {
-                "torch": ours,
-                "torch_ns": both.times[ours],
-                "jax": theirs,
-                "jax_ns": both.times[theirs],
-                "gain": ratio.value,
-                "gain_low": ratio.low,
-                "gain_high": ratio.high,
-                "gain_text": format_ratio(ratio),
-                "side": CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign],
-            }
-        )
+        times = {"torch": ours, "torch_ns": both.times[ours], "jax": theirs, "jax_ns": both.times[theirs]}
+        gain = {"gain": ratio.value, "gain_low": ratio.low, "gain_high": ratio.high, "gain_text": format_ratio(ratio)}
+        side = CANNOT_TELL if category(ratio) == CANNOT_TELL else SIDES[ratio.sign]
+        rows.append(cells.names.fields(both.workload) | times | gain | {"side": side})
     return rows
-
-
-def _shape(record: Record, names: ShapeNames) -> dict[str, Any]:
-    workload = record.workload
-    return {
-        "shape": names.shape(workload),
-        "workload": workload.id,
-        "kind": kind_words(workload),
-        "pass": workload.pass_,
-    }
 
 
 def kv_cache(cells: Cells) -> Rows:
@@ -287,7 +335,7 @@ def kv_cache(cells: Cells) -> Rows:
     for record in cells.records:
         if isinstance(record, Ok) and record.memory.kv_cache_bytes:
             workload = record.workload
-            rows[workload.id] = _shape(record, cells.names) | {
+            rows[workload.id] = cells.names.fields(workload) | {
                 "cache": record.memory.kv_cache_bytes,
                 "per_token": round(record.memory.kv_cache_bytes / (workload.batch * workload.kv_len)),
                 "scores": record.memory.scores_bytes or None,
@@ -299,7 +347,7 @@ def kernels(cells: Cells) -> Rows:
     """Return the kernels that each cell launched; the page joins shapes that launched the same."""
     return [
         {"label": label(record), "framework": framework_of(record)}
-        | _shape(record, cells.names)
+        | cells.names.fields(record.workload)
         | {"kernels": "\n".join(capped([*map(short, record.kernels)], MOST_KERNELS))}
         for record in cells.records
         if isinstance(record, Ok) and record.kernels
@@ -318,19 +366,15 @@ def explain_nothing_timed(records: Iterable[Record]) -> str:
 
 def not_run(records: Iterable[Record], names: ShapeNames) -> Rows:
     """Return a row per reason for the cells without a result."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if not isinstance(record, Ok):
-            groups.setdefault((record.status, record.reason), []).append(record)
     return [
         {
-            "status": status.replace("_", " "),
+            "status": status,
             "cells": len(group),
             "labels": ", ".join(capped(list(dict.fromkeys(map(label, group))), MOST_NAMES)),
-            "reason": reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 1]}…",
+            "reason": short(reason, LONGEST_REASON),
             "where": names.shape(group[0].workload),
         }
-        for (status, reason), group in groups.items()
+        for (status, reason), group in without_result(records).items()
     ]
 
 
@@ -381,7 +425,7 @@ def growth_rows(records: Iterable[Record], names: ShapeNames) -> Rows:
                 "pass": track.family.pass_,
                 "track": names.track(shapes[0]) if shapes else "",
                 # What the filters look at, a line for each shape.
-                "words": "\n".join(f"{w.id} {names.shape(w)} {kind_words(w)}" for w in shapes),
+                "words": "\n".join("{workload} {shape} {kind}".format(**names.fields(w)) for w in shapes),
             }
             if time is not None:
                 row |= _fit_fields("time", time) | {"bound": ceiling}

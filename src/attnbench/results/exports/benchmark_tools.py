@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.measuring.sampling import round_medians
 from attnbench.printable import printable
 from attnbench.results.exports.table import ExportedRun
 from attnbench.results.run_file import Header
@@ -70,13 +70,10 @@ def facts(one: Timed) -> dict[str, str]:
 
 
 def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`.
-
-    Times are in seconds, with one group per workload.
-    """
+    """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
+    seconds, with one group per workload."""
     cells = timed(sources)
-    first = cells[0] if cells else None
-    environment = None if first is None else first.record.environment
+    environment = cells[0].record.environment if cells else None
     machine: dict[str, Any] = {}
     if environment is not None:
         machine = {
@@ -94,7 +91,7 @@ def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
             "dirty": environment is not None and environment.is_dirty,
         },
         "benchmarks": [_benchmark(one) for one in cells],
-        "datetime": "" if first is None else first.header.created,
+        "datetime": cells[0].header.created if cells else "",
         "version": PYTEST_BENCHMARK_VERSION,
     }
 
@@ -149,10 +146,8 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
 
 
 def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return Google Benchmark's JSON: a repetition per round and the usual aggregates.
-
-    Its `compare.py` demands a `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`.
-    """
+    """Return Google Benchmark's JSON: a repetition per round and the usual aggregates. Its `compare.py` demands a
+    `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`."""
     cells = timed(sources)
     context: dict[str, Any] = {
         "executable": "attnbench",
@@ -168,12 +163,14 @@ def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
 
 
 def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
-    rounds = round_times(one.time)
+    times = round_medians(one.time).tolist()
+    sizes = [size for size in one.time.rounds if size] if times else [1] * len(one.time.samples_ns)
+    times = times or list(one.time.samples_ns)
     shared = {
         "family_index": family,
         "per_family_instance_index": 0,
         "run_name": one.name,
-        "repetitions": len(rounds),
+        "repetitions": len(times),
         "threads": 1,
     }
     label = {"label": ", ".join(f"{name}={value}" for name, value in facts(one).items())}
@@ -182,34 +179,21 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
         return {"name": name, **shared, **kind, "real_time": ns, "cpu_time": ns, "time_unit": "ns", **label}
 
     runs = [
-        run(one.name, ns, run_type="iteration", repetition_index=index, iterations=calls)
-        for index, (ns, calls) in enumerate(rounds)
+        run(one.name, ns, run_type="iteration", repetition_index=n, iterations=size * one.time.calls_per_sample)
+        for n, (ns, size) in enumerate(zip(times, sizes))
     ]
-    times = [ns for ns, _ in rounds]
     spread, mean = stdev(times) if len(times) > 1 else 0.0, fmean(times)
     totals = {"mean": mean, "median": median(times), "stddev": spread, "cv": spread / mean if mean else 0.0}
     for name, value in totals.items():
         unit = "percentage" if name == "cv" else "time"
-        kind = {"run_type": "aggregate", "aggregate_name": name, "aggregate_unit": unit, "iterations": len(rounds)}
+        kind = {"run_type": "aggregate", "aggregate_name": name, "aggregate_unit": unit, "iterations": len(times)}
         runs.append(run(f"{one.name}_{name}", value, **kind))
     return runs
 
 
-def round_times(time: Time) -> list[tuple[float, int]]:
-    """Return the median ns of each round and its number of calls; without rounds, each sample by itself."""
-    whole = sum(time.rounds) == len(time.samples_ns)
-    sizes = [size for size in time.rounds if size] if whole else []
-    sizes = sizes or [1] * len(time.samples_ns)
-    ends = list(accumulate(sizes))
-    parts = [time.samples_ns[end - size : end] for end, size in zip(ends, sizes)]
-    return [(median(part), len(part) * time.calls_per_sample) for part in parts]
-
-
 def bencher(sources: Sequence[ExportedRun]) -> dict[str, Any]:
-    """Return Bencher Metric Format: benchmark -> measure -> value with its bounds.
-
-    Latency is in ns, throughput in calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it.
-    """
+    """Return Bencher Metric Format: benchmark -> measure -> value with its bounds. Latency is in ns, throughput in
+    calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it."""
     return {one.name: _measures(one) for one in timed(sources)}
 
 
@@ -230,9 +214,7 @@ def _measures(one: Timed) -> dict[str, dict[str, float]]:
 
 def github_action_benchmark(sources: Sequence[ExportedRun]) -> list[dict[str, object]]:
     """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
-
-    `range` is half the interval of the median.
-    """
+    `range` is half the interval of the median."""
     entries: list[dict[str, object]] = []
     for one in timed(sources):
         entry: dict[str, object] = {"name": one.name, "unit": "ns", "value": one.time.median_ns}

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from attnbench.errors import UsageError
-from attnbench.files import draft_of
+from attnbench.files import draft_of, write_errors
 from attnbench.printable import printable
 from attnbench.results.exports.benchmark_tools import (
     bencher,
@@ -31,29 +31,20 @@ from attnbench.results.exports.table import COLUMNS, ExportedRun, rows, rows_of_
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 """Beginnings of text that spreadsheets run as a formula; an apostrophe before it makes it text again."""
 SHOWN = [name for name, kind in COLUMNS.items() if kind not in ("reals", "integers")]
-PARQUET_TYPES = {
-    "text": "VARCHAR",
-    "integer": "BIGINT",
-    "real": "DOUBLE",
-    "boolean": "BOOLEAN",
-    "reals": "DOUBLE[]",
-    "integers": "BIGINT[]",
+TYPES = {
+    "text": ("VARCHAR", "TEXT"),
+    "integer": ("BIGINT", "INTEGER"),
+    "real": ("DOUBLE", "REAL"),
+    "boolean": ("BOOLEAN", "INTEGER"),
+    "reals": ("DOUBLE[]", "TEXT"),
+    "integers": ("BIGINT[]", "TEXT"),
 }
-SQLITE_TYPES = {
-    "text": "TEXT",
-    "integer": "INTEGER",
-    "real": "REAL",
-    "boolean": "INTEGER",
-    "reals": "TEXT",
-    "integers": "TEXT",
-}
+"""Kind of a column -> its types in Parquet and in SQLite."""
 
 
 def csv_text(sources: Sequence[ExportedRun]) -> str:
-    """Return a heading and a line per record; fields without a measurement are empty.
-
-    Text is on one visible line that neither a terminal nor a spreadsheet interprets.
-    """
+    """Return a heading and a line per record; fields without a measurement are empty. Text is on one visible line that
+    neither a terminal nor a spreadsheet interprets."""
 
     def cell(value: Any) -> Any:
         if isinstance(value, bool):
@@ -71,15 +62,13 @@ def csv_text(sources: Sequence[ExportedRun]) -> str:
 
 
 def write_parquet(sources: Sequence[ExportedRun], path: Path) -> None:
-    """Write the table as Parquet; raises OSError if the file cannot be written.
-
-    DuckDB reads it from JSON lines in a temporary folder, which is fast.
-    """
+    """Write the table as Parquet; raises OSError if the file cannot be written. DuckDB reads it from JSON lines in a
+    temporary folder, which is fast."""
     try:
         import duckdb
     except ImportError as error:
         raise UsageError('Parquet needs DuckDB: pip install "attnbench[report]", or choose --format csv.') from error
-    columns = {name: PARQUET_TYPES[kind] for name, kind in COLUMNS.items()}
+    columns = {name: TYPES[kind][0] for name, kind in COLUMNS.items()}
     with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
         lines = Path(folder) / "rows.jsonl"
         longest = 0
@@ -97,7 +86,7 @@ def write_parquet(sources: Sequence[ExportedRun], path: Path) -> None:
 
 def write_sqlite(sources: Sequence[ExportedRun], path: Path) -> None:
     """Write the table `records` to a new database or an empty file; raises OSError if that cannot be written."""
-    columns = ", ".join(f'"{name}" {SQLITE_TYPES[kind]}' for name, kind in COLUMNS.items())
+    columns = ", ".join(f'"{name}" {TYPES[kind][1]}' for name, kind in COLUMNS.items())
     places = ", ".join("?" for _ in COLUMNS)
     values = (
         [msgspec.json.encode(v).decode() if isinstance(v := row[name], list) else v for name in COLUMNS]
@@ -131,12 +120,9 @@ def export_text(sources: Sequence[ExportedRun], form: str) -> str:
 
 def export_file(sources: Sequence[ExportedRun], form: str, path: Path) -> None:
     """Write a file of any format; an existing one is replaced only once the new one is whole."""
-    try:
-        with draft_of(path) as draft:
-            if form in BINARY:
-                draft.touch()
-                BINARY[form](sources, draft)
-            else:
-                draft.write_text(export_text(sources, form), encoding="utf-8", newline="")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}. Choose another file with -o.") from error
+    with write_errors(path, "Choose another file with -o."), draft_of(path) as draft:
+        if form in BINARY:
+            draft.touch()
+            BINARY[form](sources, draft)
+        else:
+            draft.write_text(export_text(sources, form), encoding="utf-8", newline="")

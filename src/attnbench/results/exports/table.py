@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from attnbench.errors import UsageError
 from attnbench.files import INTEGERS
 from attnbench.measuring.rates import notes_of
+from attnbench.results.records import framework_of
 from attnbench.results.run_file import Header
 from attnbench.spec import Environment, Ok, Record
 
@@ -109,7 +111,7 @@ def _identity(record: Record) -> Row:
         "reason": record.reason,
         "implementation": record.implementation,
         "config": _json(record.config),
-        "framework": record.implementation.partition(".")[0],
+        "framework": framework_of(record),
         "workload": w.id,
         "scale": w.scale,
         "softcap": w.softcap,
@@ -124,9 +126,7 @@ def _where(environment: Environment | None) -> Row:
     if environment is None:
         return {}
     same = ("device", "device_name", "cpu", "cores", "threads", "python", "system", "driver", "harness", "commit")
-    return {
-        **{name: getattr(environment, name) for name in same},
-        **({"framework": environment.framework} if environment.framework else {}),
+    return {name: getattr(environment, name) for name in same} | {
         "fingerprint": environment.fingerprint,
         "device_memory_bytes": environment.memory_bytes,
         "framework_version": environment.packages.get(environment.framework),
@@ -135,6 +135,7 @@ def _where(environment: Environment | None) -> Row:
 
 
 def _measured(record: Record) -> Row:
+    """Return the figures of a record; `rows` leaves out fields that no column is named after."""
     row: Row = {}
     if record.errors is not None:
         row = {f"{name}_error": getattr(record.errors, name) for name in ERRORS}
@@ -142,7 +143,10 @@ def _measured(record: Record) -> Row:
         row |= {"max_abs_error": record.errors.max_abs, "hidden_nan": record.errors.hidden_nan}
     if not isinstance(record, Ok):
         return row
-    memory, cost = record.memory, record.cost
+    memory, cost = asdict(record.memory), asdict(record.cost)
+    row |= {"peak_reason": memory.pop("reason"), "memory_method": memory.pop("method"), **memory}
+    row |= {"roofline_reason": cost.pop("reason"), "least_bytes": cost.pop("bytes"), **cost}
+    row |= {f"{name}_median_ns": time.median_ns for name, time in record.also.items()}
     row |= {
         "approximate": record.approximate,
         "deterministic": record.deterministic,
@@ -152,32 +156,13 @@ def _measured(record: Record) -> Row:
         "kernels": None if record.kernels is None else "; ".join(record.kernels),
         "quality": _json(record.quality),
         "notes": "; ".join(notes_of(record)),
-        **{f"{name}_median_ns": time.median_ns for name, time in record.also.items()},
-        "peak_bytes": memory.peak_bytes,
-        "peak_reason": memory.reason,
-        "theory_bytes": memory.theory_bytes,
-        "scores_bytes": memory.scores_bytes,
-        "kv_cache_bytes": memory.kv_cache_bytes,
-        "reserved_bytes": memory.reserved_bytes,
-        "fragmentation": memory.fragmentation,
-        "memory_method": memory.method,
-        "flops": cost.flops,
-        "least_bytes": cost.bytes,
-        "tflops": cost.tflops,
-        "gb_per_s": cost.gb_per_s,
-        "roofline": cost.roofline,
-        "bound": cost.bound,
-        "roofline_reason": cost.reason,
     }
     if record.throughput is not None:
-        row |= msgspec.structs.asdict(record.throughput)
+        row |= asdict(record.throughput)
     if record.time is not None:
-        time = record.time
-        low, high = time.ci95_ns or (None, None)
-        row |= {f"{name}_ns": getattr(time, f"{name}_ns") for name in TIMES}
-        row |= {"clock": time.clock, "ci95_low_ns": low, "ci95_high_ns": high, "outliers": time.outliers}
-        row |= {"samples": len(time.samples_ns), "calls_per_sample": time.calls_per_sample}
-        row |= {"samples_ns": list(time.samples_ns), "rounds": list(time.rounds)}
+        samples, (low, high) = list(record.time.samples_ns), record.time.ci95_ns or (None, None)
+        row |= asdict(record.time) | {"samples": len(samples), "ci95_low_ns": low, "ci95_high_ns": high}
+        row |= {"samples_ns": samples, "rounds": list(record.time.rounds)}
     return row
 
 
