@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
@@ -280,13 +280,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 def _not_run(planned: Planned, pool: Pool) -> Record:
     """Return the record of a cell that is refused or whose worker could not be started."""
-    cell = planned.cell
-    group = pool.group(cell.implementation)
-    facts: dict[str, Any] = {
-        "implementation": cell.implementation,
-        "workload": cell.workload,
-        "config": cell.config,
-        "environment": pool.environments.get(group) or pool.environments.get(Group(group.framework)),
-        "reason": planned.reason,
-    }
+    group = pool.group(planned.cell.implementation)
+    environment = pool.environments.get(group) or pool.environments.get(Group(group.framework))
+    facts: dict[str, Any] = structs.asdict(planned.cell) | {"environment": environment, "reason": planned.reason}
     return Failed(**facts, unstarted=True) if planned.unstarted else Unsupported(**facts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic_ns, perf_counter_ns
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from attnbench import errors, frameworks, registry
 from attnbench.frameworks.base import Untrusted
@@ -191,9 +191,9 @@ class Worker:
             return answer
         changed, self._pending_notes = tuple(self._pending_notes), []
         if isinstance(answer, p.Sampled):
-            return msgspec.structs.replace(answer, changed=changed)
-        record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *changed))
-        return msgspec.structs.replace(answer, record=record)
+            return structs.replace(answer, changed=changed)
+        record = structs.replace(answer.record, notes=(*answer.record.notes, *changed))
+        return structs.replace(answer, record=record)
 
     def _remember_changes(self, when: str) -> None:
         """Store the changes made by loading a user function or asking what it supports: they concern all its cells."""
@@ -231,18 +231,13 @@ class Worker:
         return self._implementations[name]
 
     def _facts(self, cell: Cell) -> dict[str, Any]:
-        return {
-            "implementation": cell.implementation,
-            "workload": cell.workload,
-            "config": cell.config,
-            "environment": self._environment,
-        }
+        return structs.asdict(cell) | {"environment": self._environment}
 
     def _load(self, question: p.Load) -> p.Answer:
         """Load a user function; from now on the commit is that of its file."""
         answer = load_user_function(question)
         if self._environment.harness and isinstance(answer, p.Done):  # it was described before
-            self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
+            self._environment = structs.replace(self._environment, commit=commit_of(_measured))
         return answer
 
     def _describe(self, question: p.Describe) -> p.EnvironmentAnswer | p.Refused:
