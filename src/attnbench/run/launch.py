@@ -18,7 +18,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.environment import Diagnosis, ImplementationState, threads_left
 from attnbench.run.machine import RUN_PATIENCE_S, measuring
-from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
+from attnbench.run.plan import Asked, Group, Planned, cells_of, distinct, require_dtype
 from attnbench.run.pool import Pool
 from attnbench.run.user_functions import (
     CannotSend,
@@ -110,8 +110,7 @@ def launch(
     machine's lock: raises UsageError if another process holds it for longer than `patience_s` seconds.
     """
     refuse_distortion()
-    _check_clock(request)
-    wanted, user_functions = _recruit(request)
+    wanted, user_functions = _resolve(request)
     with ExitStack() as stack:
         if request.measure:
             for note in stack.enter_context(measuring("run", patience_s, listener.waiting)):
@@ -158,8 +157,7 @@ def _run_all(
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
     """Return the cells of a request, each with the reason if it would not run."""
-    _check_clock(request)
-    wanted, user_functions = _recruit(request)
+    wanted, user_functions = _resolve(request)
     with Pool(user_functions, request.device, request.threads, request.in_process) as pool:
         pool.on_environment = listener.environment
         return _planned(request, wanted, pool)
@@ -170,7 +168,8 @@ def _planned(
 ) -> list[Planned]:
     """Return the cells with their refusals; a timed run refuses the CPU if another framework uses an accelerator."""
     pool.clock = request.clock
-    cells = cells_of(distinct(request.workloads), wanted, pool.configs if request.every_config else as_asked)
+    configs = [pool.configs] if request.every_config else []
+    cells = cells_of(distinct(request.workloads), wanted, *configs)
     planned = pool.refusals([cell for cell in cells if cell.id not in done])
     if request.device is not None and pool.unusable and not pool.environments:
         reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
@@ -222,8 +221,11 @@ def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
     )
 
 
-def _recruit(request: Request) -> tuple[list[Asked], list[UserFunction]]:
-    """Return the requested implementations in order, and those of them that are user functions."""
+def _resolve(request: Request) -> tuple[list[Asked], list[UserFunction]]:
+    """Return the requested implementations in order, and those of them that are user functions; refuse an unknown
+    clock."""
+    if request.clock is not None and request.clock not in CLOCKS:
+        raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
     wanted: list[Asked] = []
     user_functions: list[UserFunction] = []
     # What an earlier in-process run registered may be replaced; a rival of this run may not.
@@ -257,11 +259,6 @@ def _user_function(what: Any, request: Request, taken: set[str], called: dict[st
     if user_function is None:
         raise CannotSend(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
     return user_function
-
-
-def _check_clock(request: Request) -> None:
-    if request.clock is not None and request.clock not in CLOCKS:
-        raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
 
 
 def refuse_distortion() -> None:
