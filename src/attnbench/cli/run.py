@@ -98,8 +98,7 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
     """
     from attnbench.config import load_settings
     from attnbench.results.run_file import RunWriter, read_run
-    from attnbench.run.recorder import Prepared
-    from attnbench.run.resume import refuse_shared_names, stored_requests
+    from attnbench.run.recorder import Prepared, refuse_shared_names, stored_requests
     from attnbench.run.user_functions import refuse_changed_sources
 
     runs_dir = Path(load_settings({"runs_dir": None if order.out is None else str(order.out)}).runs_dir)
@@ -181,7 +180,7 @@ def make_request(order: Order) -> tuple[str, Request]:
 
 
 def _against(order: Order, request: Request) -> tuple[str, ...]:
-    from attnbench.run.resume import name_functions
+    from attnbench.run.recorder import name_functions
 
     names = name_functions(request)
     return tuple(names.get(one, one) for one in order.choice.against)
@@ -204,7 +203,7 @@ def _only_continues(order: Order, kept: Run) -> bool:
     """Return whether only the requests of the file are asked for again: its functions may be named again, and options
     that a file does not decide may be given. Raises UsageError for options that would need something to be added."""
     from attnbench.registry import is_reference
-    from attnbench.run.resume import function_place, references
+    from attnbench.run.recorder import function_place, references
 
     stored = {function_place(one) for one in references(kept)}
     again = all(is_reference(one) and function_place(one) in stored for one in order.choice.impl)
@@ -230,8 +229,7 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
     from attnbench.results.sentences import answer
     from attnbench.results.standings import Standings
     from attnbench.run import launch as launcher
-    from attnbench.run.recorder import Recorder
-    from attnbench.run.resume import resume_command
+    from attnbench.run.recorder import Recorder, resume_command
 
     interrupted = False
     try:

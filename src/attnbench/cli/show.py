@@ -31,7 +31,7 @@ def show(
     from attnbench.results.run_file import read_run
     from attnbench.results.sentences import answer
     from attnbench.results.standings import Standings
-    from attnbench.run.resume import describe_unreached
+    from attnbench.run.recorder import describe_unreached
 
     path = find_run(run)
     found = read_run(path)
