@@ -12,9 +12,11 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from attnbench.errors import UsageError
 from attnbench.frameworks import Framework
 from attnbench.measuring.sampling import ESTIMATOR, nvml_handle
 from attnbench.processes import mapped_files
+from attnbench.run import git
 from attnbench.spec import DIRTY, Environment, Library
 
 LIBRARIES = re.compile(
@@ -24,13 +26,8 @@ LIBRARIES = re.compile(
 VARIABLES = re.compile(
     r"^(ONEDNN_|DNNL_|CUDA_(?!VERSION|HOME)|CUDNN_|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_(?!VERSION)|HIP_|ROCR_|MALLOC_|ATTNBENCH_(?!WORKER|CACHE))"
 )
-SEARCHED = (
-    "/usr/lib",
-    "/usr/local/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/local/cuda/lib64",
-)
+USR = ("lib", "local/lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "local/cuda/lib64")
+"""Folders below /usr that the loader searches."""
 
 
 class ImplementationState(Struct, frozen=True, kw_only=True):
@@ -83,7 +80,7 @@ def _library(path: str) -> Library:
     stem = name.partition(".so")[0]
     others = {
         str(other.resolve())
-        for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *SEARCHED)
+        for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *(f"/usr/{one}" for one in USR))
         if folder and Path(folder).is_dir()
         for other in Path(folder).glob(f"{stem}.so*")
     }
@@ -133,10 +130,9 @@ def commit_of(folder: Path | None = None) -> str:
     """
 
     def ask(*words: str) -> str | None:
-        command = ["git", "--no-optional-locks", "-C", str(folder or "."), *words]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
+            done = git.ask(folder or git.HERE, "--no-optional-locks", *words, timeout_s=5.0)
+        except (UsageError, subprocess.TimeoutExpired):
             return None
         return done.stdout if done.returncode == 0 else None
 

@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in HOOK_VARIABLES}
 
 
-def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ask(folder: Path, *arguments: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run git in a folder, without hooks, and return the finished process whatever its exit code."""
     try:
         return subprocess.run(
@@ -30,6 +30,7 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
+            timeout=timeout_s,
         )
     except OSError as error:
         raise UsageError("git is not installed (or not on PATH): install it.") from error

@@ -30,7 +30,7 @@ from attnbench.run.user_functions import (
     name_references,
 )
 from attnbench.run.workload import WorkloadRun
-from attnbench.spec import Cell, Environment, Failed, Implementation, Record, Unsupported, Workload
+from attnbench.spec import Cell, Environment, Failed, Record, Unsupported, Workload
 
 CLOCKS = ("wall", "events", "kernel", "graph")
 Sink = Callable[[Sequence[Record]], None]
@@ -187,32 +187,29 @@ def _planned(
 
 def diagnose(listener: Listener) -> Diagnosis:
     """Start one worker per framework and return which implementations can run here."""
-    broken: list[ImplementationState] = []
-    known: list[Implementation] = []
-    for name in registry.names():
-        try:
-            known.append(registry.get(name))
-        except UsageError as error:
-            facts: dict[str, Any] = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
-            broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
     with Pool((), None, None) as pool:
         pool.on_environment = listener.environment
         pool.start([Group(name) for name in frameworks.NAMES])
-        states = [_state(implementation, pool) for implementation in known]
+        states = [_state(name, pool) for name in registry.names()]
         usable = {name: pool.unusable.get(name) for name in frameworks.NAMES}
         environments = {group.framework: environment for group, environment in pool.environments.items()}
-    return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
+    return Diagnosis(environments=environments, frameworks=usable, implementations=states)
 
 
-def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
+def _state(name: str, pool: Pool) -> ImplementationState:
+    facts: dict[str, Any] = {"name": name, "origin": registry.origin(name)}
+    try:
+        implementation = registry.get(name)
+    except UsageError as error:
+        facts |= {"framework": name.partition(".")[0], "approximate": False, "timed": False}
+        return ImplementationState(**facts, reason=str(error))
     framework = implementation.framework
     environment = pool.environments.get(Group(framework))
     reason = pool.unusable.get(framework) if environment is None else implementation.available(environment)
     interpreted = "" if environment is None else pool.verify_only(implementation)
     return ImplementationState(
-        name=implementation.name,
+        **facts,
         framework=framework,
-        origin=registry.origin(implementation.name),
         approximate=implementation.approximate,
         reason=reason,
         timed=not interpreted,

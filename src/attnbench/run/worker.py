@@ -224,10 +224,8 @@ class Worker:
     def _implementation(self, name: str) -> Implementation:
         """Return the implementation of that name; a user's implementation is frozen."""
         if name not in self._implementations:
-            implementation = registry.get(name)
-            self._implementations[name] = (
-                implementation if registry.origin(name) == registry.OURS else frozen(implementation)
-            )
+            one = registry.get(name)
+            self._implementations[name] = one if registry.origin(name) == registry.OURS else frozen(one)
         return self._implementations[name]
 
     def _facts(self, cell: Cell) -> dict[str, Any]:
@@ -355,10 +353,9 @@ class Worker:
             return False
 
     def _ceilings(self, question: p.MeasureCeilings) -> p.Answer:
+        where = (self._framework, self._device)
         try:
-            return p.MeasuredCeilings(
-                anchors.measure_ceilings(self._framework, self._device, question.dtype, question.brief)
-            )
+            return p.MeasuredCeilings(anchors.measure_ceilings(*where, question.dtype, question.brief))
         except Exception as error:
             return p.Refused(f"{type(error).__name__}: {error}")
 
@@ -373,9 +370,8 @@ class Worker:
 def _warm_up(session: Session | anchors.AnchorSession, question: p.WarmUp) -> p.Warm:
     start = perf_counter_ns()
     session.warm_up(question.clock, question.brief)
-    spent_ns = perf_counter_ns() - start
     facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
-    return p.Warm(*facts, spent_ns)
+    return p.Warm(*facts, perf_counter_ns() - start)
 
 
 def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list[float]]) -> p.Sampled:
@@ -387,8 +383,7 @@ def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list
 
 def _take_block(session: Session, question: p.TakeBlock) -> p.BlockTaken:
     began_ns = monotonic_ns()
-    block = session.block(question.calls)
-    return p.BlockTaken(block, began_ns, monotonic_ns())
+    return p.BlockTaken(session.block(question.calls), began_ns, monotonic_ns())
 
 
 def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
