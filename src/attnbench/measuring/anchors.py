@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from attnbench.frameworks import Framework, Inputs, Program
 from attnbench.measuring.rates import Ceilings
 from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, Record, VerifiedAt
-from attnbench.verifying.subject import Wrong
+from attnbench.verifying.subject import Wrong, run
 
 NAMES = ("anchor.matmul", "anchor.copy")
 MATMUL_SIZE = {"cpu": 512}
@@ -123,7 +123,7 @@ class AnchorSession:
         return folder
 
     def _check(self) -> float:
-        output = self._program.run(self._program.prepare(NOTHING))
+        output = run(self._program, NOTHING)
         self._framework.wait(output)
         if self.cell.implementation == "anchor.copy":
             if not self._framework.same_bits(output[0], output[1]):

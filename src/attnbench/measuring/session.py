@@ -30,7 +30,7 @@ from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
 from attnbench.verifying.invariants import require_result_kept
 from attnbench.verifying.sparse_quality import quality_of
-from attnbench.verifying.subject import Subject, Wrong
+from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand
 from attnbench.workloads.suites import shrink
@@ -380,7 +380,7 @@ class Session:
         self._framework.wait(tuple(self._inputs[0]))
         if self._device != "cpu" and self._framework.held(self._device) is not None:
             product = self._framework.matmul(64, self.cell.workload.dtype, self._device)
-            self._framework.wait(product.run(product.prepare(self._inputs[0])))
+            self._framework.wait(run(product, self._inputs[0]))
         gc.collect()
         return self._framework.held(self._device)
 
@@ -455,7 +455,7 @@ class Session:
         """Make one untimed call with a known result and compare its whole output."""
         inputs = self._call_inputs(1)
         inputs.known = range(1)
-        output = self.programs.main.run(self.programs.main.prepare(inputs[0]))
+        output = run(self.programs.main, inputs[0])
         self._framework.wait(output)
         self._checks.compare_whole(*inputs.used[0], dict(zip(self.output_names, output)))
 

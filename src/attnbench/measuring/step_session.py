@@ -13,7 +13,7 @@ from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Wor
 from attnbench.steps import StepImplementation, Values, kind_of
 from attnbench.verifying.draws import SETS, Draws
 from attnbench.verifying.input_transforms import Transform, Transforms
-from attnbench.verifying.subject import Findings, Wrong
+from attnbench.verifying.subject import Findings, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 NOTHING = np.ones(1, np.float32)
@@ -112,7 +112,7 @@ class StepSession(Session):
 
     def _finished(self, programs: Programs, state: Any) -> tuple[Array, ...]:
         """Return the outputs of one call; raises Wrong unless all are there and finite."""
-        output = programs.main.run(programs.main.prepare(state))
+        output = run(programs.main, state)
         self._framework.wait(output)
         if len(output) != len(self.output_names):
             names = ", ".join(self.output_names)

@@ -137,7 +137,8 @@ def commit_of(folder: Path | None = None) -> str:
         return done.stdout if done.returncode == 0 else None
 
     commit = (ask("rev-parse", "--short=12", "HEAD") or "").strip()
-    status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all") if commit else ""
+    listed = ("--porcelain", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=none")
+    status = ask("status", *listed) if commit else ""
     if status is None:  # too many files to tell in time
         return commit + DIRTY
     entries = [entry for entry in status.split("\0") if entry]

@@ -243,7 +243,7 @@ def _user_function(what: Any, request: Request, taken: set[str], called: dict[st
     if isinstance(what, str):
         if is_reference(what):
             return from_reference(what, request.framework, taken, called[what])
-        if "[" in what or registry.origin(what) != "this process":
+        if "[" in what or registry.origin(what) != registry.HERE:
             return None
         what, taken = registry.get(what), set()
     if request.in_process:
