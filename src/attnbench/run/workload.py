@@ -314,7 +314,7 @@ class WorkloadRun:
         """
         group = self._pool.clean(timed[0].group.framework)
         self._anchored.add(group)
-        cells = [structs.replace(timed[0].cell, implementation=name) for name in anchors.NAMES]
+        cells = [Cell(name, self._workload) for name in anchors.NAMES]
         # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
         opened = [self._open_anchor(cell, group) for cell in cells if cell.id not in self._records]
         return [one for one in opened if one is not None]
