@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,16 @@ class Recorder:
     """
 
     def __init__(self, prepared: Prepared, listener: Listener, environments: dict[str, Environment]) -> None:
-        self._prepared = prepared
-        self._listener = listener
-        self._environments = environments
+        self._prepared, self._listener, self._environments = prepared, listener, environments
         self._sources = fingerprint_sources(prepared.request.implementations)
         self.writer: RunWriter | None = prepared.writer
         self._request_unwritten = prepared.is_new
         self.done: frozenset[str] = frozenset()
         """Ids of the cells that were recorded since the start."""
-        self._earlier: set[str] = set()
+        before = {} if prepared.resumed is None else read_run(prepared.resumed).environments
+        self._earlier = {one.fingerprint for one in before.values()}
         if prepared.resumed is None:
             check_writable(prepared.runs_dir)
-        else:
-            self._earlier = {one.fingerprint for one in read_run(prepared.resumed).environments.values()}
         if prepared.request.trace is not None:
             check_writable(prepared.request.trace, "--trace")
 
@@ -102,16 +100,15 @@ class Recorder:
             self._request_unwritten = False
 
     def _header(self) -> Header:
-        request, asked = self._prepared.request, store_request(self._prepared.request)
-        return new_header(
-            version("attnbench"), self._prepared.suite, asked, request.seed, self._prepared.against, self._sources
-        )
+        one, request = self._prepared, self._prepared.request
+        asked = store_request(request)
+        return new_header(version("attnbench"), one.suite, asked, request.seed, one.against, self._sources)
 
 
 def device_name(environments: Sequence[Environment]) -> str:
     """Return the name of the machine's folder: that of the accelerator, if there is one."""
-    ordered = sorted(environments, key=lambda environment: environment.device == "cpu")
-    return ordered[0].device_name if ordered else "unknown"
+    main = min(environments, key=lambda environment: environment.device == "cpu", default=None)
+    return "unknown" if main is None else main.device_name
 
 
 def unreached(run: Run, elsewhere: Collection[str] = ()) -> list[str]:
@@ -126,9 +123,8 @@ def describe_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> 
     missing = unreached(run, elsewhere)
     if not missing:
         return None
-    some = ", ".join(missing[:MOST_NAMED]) + (
-        f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-    )
+    more = len(missing) - MOST_NAMED
+    some = ", ".join(missing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     last = run.headers[-1].request
     command = resume_command(name, run, last.get("trace"), last.get("timeout_s"))
     return f"{name} ended before {len(missing)} of its {len(_requested(run))} shapes ({some}): `{command}` continues it"
@@ -194,9 +190,9 @@ def stored_requests(
         raise UsageError(f"{path} does not record what was requested: give the suite and options again with --resume.")
     requests: list[Request] = []
     warnings: list[str] = []
+    again = {function_place(one): one for one in named}
     for header in headers:
         stored = _read_request(path, header, line=1 if header is run.header else None)
-        again = {function_place(one): one for one in named}
         if not all(function_place(one) in again for one in references(run)):
             command = resume_command(str(path), run, trace, timeout_s)
             raise UsageError(
@@ -247,7 +243,7 @@ def refuse_shared_names(path: Path, run: Run, requests: Sequence[Request]) -> li
             known[name] = reference, header.sources.get(reference.rpartition(":")[0])
     unknown = {record.implementation for record in run.records} - known.keys()
     warnings: list[str] = []
-    for reference, name in (item for request in requests for item in name_functions(request).items()):
+    for reference, name in chain.from_iterable(name_functions(request).items() for request in requests):
         earlier, then = known.get(name, (reference, None))
         now = fingerprint_sources([reference]).get(reference.rpartition(":")[0])
         if function_place(earlier) != function_place(reference) and (then is None or now != then):
