@@ -118,10 +118,6 @@ class AnchorSession:
         self.clock_ns, self.waited = perf_counter_ns() - start, taken.waited
         return taken.ns
 
-    def trace(self, folder: Path) -> Path:
-        """Return the folder unchanged, since anchors are not traced."""
-        return folder
-
     def _check(self) -> float:
         output = run(self._program, NOTHING)
         self._framework.wait(output)

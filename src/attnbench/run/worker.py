@@ -391,7 +391,7 @@ def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
     return p.Done()
 
 
-def _trace(session: Session | anchors.AnchorSession, question: p.Trace) -> p.Answer:
+def _trace(session: Session, question: p.Trace) -> p.Answer:
     try:
         return p.Traced(str(session.trace(Path(question.folder))))
     except Exception as error:
