@@ -264,10 +264,11 @@ class WorkloadRun:
         if not timed:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
-        looks = [] if any(self._pool.accelerated(one.group.framework) for one in timed) else [busy_cores()]
+        on_cpu = not any(self._pool.accelerated(one.group.framework) for one in timed)
+        idle = on_cpu and busy_cores() < BUSY_CORES
         gathered = interleave(timed, rule, self._rng, always=companions)
-        if looks and max(*looks, busy_cores()) < BUSY_CORES:
-            for one in (*timed, *companions):  # of an idle machine: threads waited for each other, as they always do
+        if idle and busy_cores() < BUSY_CORES:  # then threads waited for each other, as they always do
+            for one in (*timed, *companions):
                 one.waited.clear()
         for one in timed:
             if one.lost is None:
