@@ -433,7 +433,7 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
     except errors.AttnBenchError as error:
         why = str(error)  # `error` itself is gone when the first question arrives
         answer = lambda question: p.Refused(why)  # noqa: E731
-    send, receive, numbered = p.send, p.receive, p.Numbered
+    send, receive, numbered, release = p.send, p.receive, p.Numbered, p.Release
     while True:
         try:
             asked = p.decode_question(receive(connection))
@@ -441,6 +441,9 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
             kill_descendants()
             return
         send(connection, _encode(numbered(asked.number, answer(asked.message))))
+        if isinstance(asked.message, release):  # no cell is open: what is left are modules that were imported since
+            gc.collect()
+            gc.freeze()
 
 
 if __name__ == "__main__":
