@@ -122,8 +122,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
     for name in found:
         near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
         if near and name not in NAMES:
-            variables = (PREFIX + word.upper() for word in (name, near[0]))
-            raise UsageError('there is no variable "{}": did you mean {}?'.format(*variables))
+            raise UsageError(f'there is no variable "{PREFIX}{name.upper()}": did you mean {PREFIX}{near[0].upper()}?')
     known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
     known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
     return _converted(known, "the environment", strict=False)
@@ -178,13 +177,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         header = line_of(text, "tool.attnbench")
         if not isinstance(table, dict):
             raise BrokenFile(path, header, "write the settings under [tool.attnbench].")
+    settings: dict[str, Any] = {}
     for name, value in table.items():
         line = line_of(text, name, after=header or 0)
         if name not in NAMES:
             raise BrokenFile(path, line, _unknown(name, "setting"))
         try:
-            _converted({name: value}, "this file")
+            settings |= _converted({name: value}, "this file")
         except UsageError as error:
             raise BrokenFile(path, line, str(error)) from error
-    settings = _converted(table, str(path))
     return settings | {name: str(path.parent / settings[name]) for name in FILE_RELATIVE if settings.get(name)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, SupportsIndex, get_args, overload
 
-import msgspec
+from msgspec import structs
 
 from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
@@ -95,13 +95,12 @@ def compare_implementations(
             raise UnknownName("metric", metric, METRICS, "help(attnbench.compare_implementations)")
     settings = dict(config)
     trials = settings.pop("trials", trials)
-    timed = bool({"latency", "throughput"} & set(metrics))
     request = Request(
         workloads=(workload_from(settings),),
         implementations=tuple(implementations),
         framework=framework,
         device=_device_name(device),
-        measure=timed,
+        measure=bool({"latency", "throughput"} & set(metrics)),
         trials=trials,
     )
     return _carry_out(request)
@@ -139,13 +138,9 @@ class BenchmarkRunner:
         settings = {"pass_": "train" if benchmark_type == "training" else "forward", **config}
         trials = settings.pop("trials", trials)
         workload = workload_from(settings, tags=(name,))
-        workloads = [workload]
-        if benchmark_type == "scaling":
-            square = workload.q_len == workload.kv_len
-            lengths = [
-                {"q_len": (n if square else 1) * workload.q_len, "kv_len": n * workload.kv_len} for n in (1, 2, 4)
-            ]
-            workloads = [msgspec.structs.replace(workload, **length) for length in lengths]
+        square, multiples = workload.q_len == workload.kv_len, (1, 2, 4) if benchmark_type == "scaling" else (1,)
+        lengths = [((n if square else 1) * workload.q_len, n * workload.kv_len) for n in multiples]
+        workloads = [structs.replace(workload, q_len=queries, kv_len=keys) for queries, keys in lengths]
         request = Request(
             workloads=tuple(workloads),
             implementations=implementations,
@@ -180,7 +175,7 @@ def workload_from(config: Mapping[str, Any], tags: tuple[str, ...] = ()) -> Work
     mask = parse_mask(mask, bare.mask_shape) if isinstance(mask, str) else mask
     if config.get("causal") or config.get("is_causal"):
         mask = masks.causal() if mask is None else mask & masks.causal()
-    return msgspec.structs.replace(bare, mask=mask)
+    return structs.replace(bare, mask=mask)
 
 
 def _heads_of(d_model: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +219,7 @@ def _carry_out(request: Request) -> Results:
     except CannotSend:
         records.clear()
         with registry.restored():
-            here = msgspec.structs.replace(request, in_process=True)
+            here = structs.replace(request, in_process=True)
             launch(here, records.extend, Listener(), patience_s=LIBRARY_PATIENCE_S)
     return Results(record for record in records if record.implementation not in ANCHORS)
 

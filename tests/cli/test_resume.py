@@ -20,7 +20,7 @@ from attnbench.cli import execute
 from attnbench.errors import UsageError
 from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.run.launch import Request
-from attnbench.run.resume import store_request
+from attnbench.run.recorder import store_request
 
 EVIL = "from pathlib import Path\nPath('executed').touch()\ndef f(q, k, v):\n    return v\n"
 HOLDER = """

@@ -181,6 +181,20 @@ def test_the_commit_is_marked_if_the_tree_holds_other_code(tmp_path: Path, monke
     assert Environment(device="cpu", device_name="", commit=commit_of(made.path)).is_dirty
 
 
+def test_neither_a_hook_nor_an_ignored_submodule_hides_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    inner, made = Repository(tmp_path / "inner"), Repository(tmp_path / "project")
+    inner.commit("kernel", "kern.py", "fast = 1\n")
+    made.git("submodule", "add", "--quiet", str(inner.path), "sub")
+    made.git("config", "--file", ".gitmodules", "submodule.sub.ignore", "all")
+    made.git("add", "--all")
+    commit = made.commit("submodule")[:12]
+    assert commit_of(made.path) == commit
+    made.write("sub/kern.py", "fast = 0\n")
+    assert commit_of(made.path) == f"{commit}+dirty"
+    monkeypatch.setenv("GIT_DIR", str(inner.path / ".git"))  # as in a hook of another repository
+    assert commit_of(made.path) == f"{commit}+dirty"
+
+
 @pytest.mark.parametrize("told", ["before", "after"])
 def test_the_commit_is_that_of_the_measured_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
     here, there = Repository(tmp_path / "here"), Repository(tmp_path / "there")

@@ -10,7 +10,7 @@ from page_factory import source, timed
 from record_factory import workload
 
 from attnbench.run.launch import Request
-from attnbench.run.resume import describe_unreached, store_request, unreached
+from attnbench.run.recorder import describe_unreached, store_request, unreached
 
 pytest.importorskip("altair")
 from attnbench.report.html.page import compose, render

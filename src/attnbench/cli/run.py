@@ -51,9 +51,18 @@ from attnbench.results.run_file import Run, RunWriter, read_run
 from attnbench.results.sentences import answer
 from attnbench.results.standings import Standings
 from attnbench.run import launch as launcher
-from attnbench.run import resume as resuming
 from attnbench.run.launch import Request
-from attnbench.run.recorder import Prepared, Recorder
+from attnbench.run.recorder import (
+    Prepared,
+    Recorder,
+    describe_unreached,
+    function_place,
+    name_functions,
+    references,
+    refuse_shared_names,
+    resume_command,
+    stored_requests,
+)
 from attnbench.run.user_functions import refuse_changed_sources
 from attnbench.spec import ONLY_TIMED, Incorrect, Record
 
@@ -120,13 +129,13 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
         requests = [request]
     else:
         suite, sampling = kept.header.suite, order.sampling
-        requests, more = resuming.stored_requests(
+        requests, more = stored_requests(
             order.resume, kept, order.choice.impl, sampling.trace, sampling.timeout
         )
         warnings += more
     for header in kept.headers:
         refuse_changed_sources(order.resume, header.sources, [name for one in requests for name in one.implementations])
-    warnings += resuming.refuse_shared_names(order.resume, kept, requests)
+    warnings += refuse_shared_names(order.resume, kept, requests)
     prepared = Prepared(
         request=requests[0],
         suite=suite,
@@ -186,7 +195,7 @@ def make_request(order: Order) -> tuple[str, Request]:
 
 
 def _against(order: Order, request: Request) -> tuple[str, ...]:
-    names = resuming.name_functions(request)
+    names = name_functions(request)
     return tuple(names.get(one, one) for one in order.choice.against)
 
 
@@ -206,8 +215,8 @@ def _device_options(framework: str | None, device: str | None) -> list[str]:
 def _only_continues(order: Order, kept: Run) -> bool:
     """Return whether only the requests of the file are asked for again: its functions may be named again, and options
     that a file does not decide may be given. Raises UsageError for options that would need something to be added."""
-    stored = {resuming.function_place(one) for one in resuming.references(kept)}
-    again = all(is_reference(one) and resuming.function_place(one) in stored for one in order.choice.impl)
+    stored = {function_place(one) for one in references(kept)}
+    again = all(is_reference(one) and function_place(one) in stored for one in order.choice.impl)
     how = {name: getattr(order.choice, name) for name in ("against", "framework", "device")}
     how |= vars(replace(order.sampling, trace=None, timeout=None))
     choice = replace(order.choice, impl=() if again else order.choice.impl, against=(), framework=None, device=None)
@@ -256,7 +265,7 @@ def carry_out(prepared: Prepared, json: bool, quiet: bool) -> int:
         for line in (sentence, *explain_hints(records, prepared), os.path.relpath(path)):
             say(line)
     if interrupted:
-        resume = resuming.resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
+        resume = resume_command(str(path), run, prepared.request.trace, prepared.request.timeout_s)
         note(f"interrupted; {len(records)} records are kept. Continue with: {resume}")
         return INTERRUPTED
     return 0 if any(is_timed(r) and not is_anchor(r) for r in records) else NOTHING
@@ -305,7 +314,7 @@ def show(
     """Show the tables and the closing sentence of a run; `--detail` adds every cell in full."""
     path = find_run(run)
     found = read_run(path)
-    for warning in filter(None, (*found.warnings, resuming.describe_unreached(str(path), found))):
+    for warning in filter(None, (*found.warnings, describe_unreached(str(path), found))):
         warn(warning)
     records = [record for record in found.records if has_words(record, words)]
     if not records:

@@ -10,11 +10,12 @@ from pathlib import Path
 from time import perf_counter, perf_counter_ns
 
 import numpy as np
+from msgspec.structs import asdict
 
 from attnbench.frameworks import Framework, Inputs, Program
 from attnbench.measuring.rates import Ceilings
 from attnbench.spec import Cell, Cost, Environment, Errors, Memory, Ok, Record, VerifiedAt
-from attnbench.verifying.subject import Wrong
+from attnbench.verifying.subject import Wrong, run
 
 NAMES = ("anchor.matmul", "anchor.copy")
 MATMUL_SIZE = {"cpu": 512}
@@ -83,7 +84,6 @@ class AnchorSession:
 
     @property
     def clock_name(self) -> str:
-        """Clock of the samples."""
         return self._clock.name
 
     def open(self) -> Ok:
@@ -91,10 +91,8 @@ class AnchorSession:
         error = self._check()
         matmul = self.cell.implementation == "anchor.matmul"
         return Ok(
-            implementation=self.cell.implementation,
-            workload=self.cell.workload,
+            **asdict(self.cell),
             environment=self._environment,
-            config=self.cell.config,
             errors=Errors(forward=error),
             verified_at=VerifiedAt(
                 shape={"size": self._size} if matmul else {"bytes": self._bytes},
@@ -120,12 +118,8 @@ class AnchorSession:
         self.clock_ns, self.waited = perf_counter_ns() - start, taken.waited
         return taken.ns
 
-    def trace(self, folder: Path) -> Path:
-        """Return the folder unchanged, since anchors are not traced."""
-        return folder
-
     def _check(self) -> float:
-        output = self._program.run(self._program.prepare(NOTHING))
+        output = run(self._program, NOTHING)
         self._framework.wait(output)
         if self.cell.implementation == "anchor.copy":
             if not self._framework.same_bits(output[0], output[1]):
@@ -145,14 +139,15 @@ def measure_ceilings(framework: Framework, device: str, dtype: str, brief: bool 
     """
     size = CEILING_MATMUL.get(device, CEILING_MATMUL_ACCELERATOR)
     seconds = CEILING_SECONDS / 4 if brief else CEILING_SECONDS
-    dtypes = {dtype, "float32"} if device == "cpu" else {dtype}  # a CPU kernel may well work in float32 inside
-    sizes = (size, SHORT_MATMUL) if device == "cpu" else (size,)
+    dtypes, sizes, copied = {dtype}, [size], 1 << 31
+    if device == "cpu":  # where a kernel may well work in float32 inside
+        dtypes, sizes, copied = {dtype, "float32"}, [size, SHORT_MATMUL], 1 << 28
     flops = max(
         2 * n**3 / _best_s(framework, framework.matmul(n, name, device), device, seconds / len(sizes))
         for n in sizes
         for name in dtypes
     )
-    copied = ((1 << 28) if device == "cpu" else (1 << 31)) >> (2 if brief else 0)
+    copied >>= 2 if brief else 0
     copy_s = _best_s(framework, framework.copy(copied, device), device, seconds)
     return Ceilings(flops, 2 * copied / copy_s, _cache_bytes(device))
 

@@ -76,22 +76,20 @@ def summarise(
     """
     share = min(float(np.median(waited)), MOST_WAITED) if len(waited) else None
     samples = np.array([sample for visit in rounds for sample in visit])
-    q1, q3 = np.percentile(samples, [25, 75])
-    fence = 1.5 * (q3 - q1)
-    p50, p95, p99 = np.percentile(samples, [50, 95, 99])
-    median = float(p50)
+    q1, p50, q3, p95, p99 = map(float, np.percentile(samples, [25, 50, 75, 95, 99]))
+    fence, median = 1.5 * (q3 - q1), p50
     interval = median_interval([float(np.median(visit)) for visit in rounds if len(visit)])
+    if interval is not None:
+        interval = min(median, interval[0]) * (1 - (share or 0.0)), max(median, interval[1])
     return Time(
         samples_ns=tuple(round(float(sample), 1) for sample in samples),
         median_ns=median,
-        ci95_ns=None
-        if interval is None
-        else (min(median, interval[0]) * (1 - (share or 0.0)), max(median, interval[1])),
+        ci95_ns=interval,
         min_ns=float(samples.min()),
         max_ns=float(samples.max()),
-        p50_ns=float(p50),
-        p95_ns=float(p95),
-        p99_ns=float(p99),
+        p50_ns=p50,
+        p95_ns=p95,
+        p99_ns=p99,
         mean_ns=float(samples.mean()),
         std_ns=float(samples.std(ddof=1)) if len(samples) > 1 else 0.0,
         outliers=int(np.count_nonzero((samples < q1 - fence) | (samples > q3 + fence))),
@@ -269,10 +267,10 @@ class GpuState(NamedTuple):
 
 def gpu_state() -> GpuState | None:
     """Return the clock of the GPU in use; None if the driver does not report it."""
-    handle = nvml_handle()
-    if handle is None:
-        return None
     import pynvml
+
+    if (handle := nvml_handle()) is None:
+        return None
 
     try:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -298,8 +296,7 @@ def nvml_handle() -> Any:
     """
     import pynvml
 
-    address = _bus_address()
-    if address is None:
+    if (address := _bus_address()) is None:
         return None
     try:
         pynvml.nvmlInit()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec import structs
 
 from attnbench.comparison import Block
-from attnbench.frameworks import OUTPUTS, Clock, Framework, Inputs, Programs
+from attnbench.frameworks import OUTPUTS, Clock, Framework, Inputs
 from attnbench.frameworks.base import Peak
 from attnbench.frameworks.host_memory import resident_growth
 from attnbench.measuring.rates import cost_of
@@ -83,20 +83,14 @@ class Options:
     """Whether another process has examined the cell, so that only its outputs are checked here."""
 
 
-class Stages:
-    """Clock of the wall time of each stage."""
-
-    def __init__(self) -> None:
-        self.spent_ns: dict[str, int] = {}
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add a block's wall time to its stage."""
-        start = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.spent_ns[stage] = self.spent_ns.get(stage, 0) + time.perf_counter_ns() - start
+@contextmanager
+def stage(name: str, spent_ns: dict[str, int]) -> Iterator[None]:
+    """Add a block's wall time to the stage of that name."""
+    start = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        spent_ns[name] = spent_ns.get(name, 0) + time.perf_counter_ns() - start
 
 
 class Session:
@@ -142,10 +136,11 @@ class Session:
         Raises Unsupported, Wrong, FellBack, or whatever the implementation raises.
         """
         self._draws = draws
-        stages = Stages()
-        with stages.timed("build"):
+        spent_ns: dict[str, int] = {}
+        with stage("build", spent_ns):
             before = self._held()
-            self.programs, call_lse = self._build(self.cell.workload, draws)
+            subject = self._examined = self._subject(self.cell.workload, draws)
+            self.programs = subject.programs
             copied = self._copied(self._inputs[0])
             first_call_ns, of_first_call = self._time_first_call(copied)
             if copied is not self._inputs[0] and not all(map(self._framework.same_bits, copied, self._inputs[0])):
@@ -155,9 +150,8 @@ class Session:
             after = self._framework.held(self._device)
             kept = 0 if before is None or after is None else after - before - self._held_by_copies(of_first_call)
             self._kept_bytes = kept if kept >= (UNSEEN_BYTES if self._device == "cpu" else LEAST_KEPT) else 0
-        with stages.timed("verify"), self._framework.precision(self.cell.workload.dtype):
-            subject = self._examined = self._subject(self.cell.workload, self.programs, draws, call_lse)
-            again = self._options.again
+        again = self._options.again
+        with stage("verify", spent_ns), self._framework.precision(self.cell.workload.dtype):
             if again:
                 self.findings = examine_again(subject)
             else:
@@ -166,21 +160,33 @@ class Session:
             figures = {} if again else quality_of(subject, self._implementation, self.cell.config, self.findings.errors)
             for program in (self.programs.main, *self.programs.parts.values()):
                 require_result_kept(subject, program)
-        with stages.timed("profile"):
-            kernels, kernels_reason = (None, SEEN_BEFORE) if again else self._profiled()
+        with stage("profile", spent_ns):
+            kernels = (None, SEEN_BEFORE) if again else self._profiled()
             memory = Memory(peak_bytes=None, reason=SEEN_BEFORE) if again else self._weigh()
             ranks = None if again else self._framework.ranks(self.programs.main, self._inputs[0], self._device)
         if not draws.intact(self._implementation.layout):
             raise Wrong("changed its inputs")
         self._checks = self._checks_of_timed_calls()
-        with stages.timed("verify"):
+        with stage("verify", spent_ns):
             self._checks.compare_first(dict(zip(self.output_names, of_first_call)))
             del of_first_call
             self._hold_a_result()
+        return self._record(verified_at, memory, first_call_ns, spent_ns, kernels, figures, ranks)
+
+    def _record(
+        self,
+        verified_at: VerifiedAt,
+        memory: Memory,
+        first_call_ns: int,
+        spent_ns: dict[str, int],
+        kernels: tuple[list[str] | None, str | None],
+        figures: dict[str, float],
+        ranks: Ranks | None,
+    ) -> Ok:
+        why = self._implementation.verify_only
+        notes = (*self.findings.notes, *([f"verified, not timed: {why}"] if why else ()))
         return Ok(
-            implementation=self.cell.implementation,
-            workload=self.cell.workload,
-            config=self.cell.config,
+            **structs.asdict(self.cell),
             environment=self._environment,
             errors=self.findings.errors,
             verified_at=verified_at,
@@ -189,23 +195,21 @@ class Session:
             cost=cost_of(self.cell.workload, None, None, figures.get("work", 1.0)),
             compile_ns=self.programs.compile_ns,
             first_call_ns=first_call_ns,
-            kernels=None if kernels is None else tuple(kernels),
-            kernels_reason=kernels_reason,
+            kernels=None if kernels[0] is None else tuple(kernels[0]),
+            kernels_reason=kernels[1],
             approximate=self._implementation.approximate,
             quality=figures,
             ranks=ranks,
-            notes=self._notes(ranks),
-            spent_ns=stages.spent_ns,
+            notes=notes if ranks is None or ranks.reason is None else (*notes, ranks.reason),
+            spent_ns=spent_ns,
         )
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the main program's outputs."""
         return OUTPUTS[self.cell.workload.pass_]
 
     @property
     def timed(self) -> bool:
-        """Whether this cell may be timed."""
         return self._options.measure and not self._implementation.verify_only
 
     @property
@@ -312,7 +316,6 @@ class Session:
 
     @property
     def clock_name(self) -> str:
-        """Clock of the published samples."""
         return self._clock.name
 
     @property
@@ -325,17 +328,15 @@ class Session:
     def _inputs(self) -> list[Inputs]:
         return self._draws.inputs(self._implementation.layout)
 
-    def _build(self, workload: Workload, draws: Draws):  # noqa: ANN202
-        call = self._implementation.build(workload, self.cell.config)
-        inputs = self._copied(draws.inputs(self._implementation.layout)[0])
-        programs = self._framework.programs(call, workload.pass_, inputs)
-        lse = None if workload.pass_ == "backward" else self._implementation.build_lse(workload, self.cell.config)
-        return programs, lse
-
-    def _subject(self, workload: Workload, programs: Programs, draws: Draws, lse) -> Subject:  # noqa: ANN001
-        declared = self._implementation.declared_error if self._implementation.approximate else None
-        layout, gradient = self._implementation.layout, self._implementation.lse_gradient
-        return Subject(self._framework, self._device, workload, layout, programs, draws, lse, declared, gradient)
+    def _subject(self, workload: Workload, draws: Draws) -> Subject:
+        """Build the implementation's call for a workload, and compile its programs."""
+        mine, config = self._implementation, self.cell.config
+        call = mine.build(workload, config)
+        programs = self._framework.programs(call, workload.pass_, self._copied(draws.inputs(mine.layout)[0]))
+        lse = None if workload.pass_ == "backward" else mine.build_lse(workload, config)
+        declared = mine.declared_error if mine.approximate else None
+        facts = (programs, draws, lse, declared, mine.lse_gradient)
+        return Subject(self._framework, self._device, workload, mine.layout, *facts)
 
     def _call_for(self, workload: Workload) -> Call | None:
         """Return the implementation's call for another workload; None if it does not claim to support that one.
@@ -392,13 +393,12 @@ class Session:
             return verified_at
         small = shrink(workload)
         draws = Draws(self._framework, self._device, small, self._options.seed + 1000)
-        programs, lse = self._build(small, draws)
-        found = examine(self._subject(small, programs, draws, lse), self._options.thorough)
-        self.findings = replace(self.findings, errors=msgspec.structs.replace(
-            self.findings.errors, backward=found.errors.backward, backward_allowed=found.errors.backward_allowed
-        ), backward=found.backward)  # fmt: skip
+        found = examine(self._subject(small, draws), self._options.thorough)
+        of_gradients = {"backward": found.errors.backward, "backward_allowed": found.errors.backward_allowed}
+        errors = structs.replace(self.findings.errors, **of_gradients)
+        self.findings = replace(self.findings, errors=errors, backward=found.backward)
         share = found.verified_at.backward_share
-        return msgspec.structs.replace(verified_at, backward_shape=found.verified_at.shape, backward_share=share)
+        return structs.replace(verified_at, backward_shape=found.verified_at.shape, backward_share=share)
 
     def _prove_path(self, kernels: list[str] | None) -> None:
         if kernels is None:
@@ -416,7 +416,7 @@ class Session:
         self._framework.wait(tuple(self._inputs[0]))
         if self._device != "cpu" and self._framework.held(self._device) is not None:
             product = self._framework.matmul(64, self.cell.workload.dtype, self._device)
-            self._framework.wait(product.run(product.prepare(self._inputs[0])))
+            self._framework.wait(run(product, self._inputs[0]))
         gc.collect()
         return self._framework.held(self._device)
 
@@ -458,11 +458,6 @@ class Session:
             method=peak.method,
         )
 
-    def _notes(self, ranks: Ranks | None) -> tuple[str, ...]:
-        why = self._implementation.verify_only
-        notes = (*self.findings.notes, *([f"verified, not timed: {why}"] if why else ()))
-        return notes if ranks is None or ranks.reason is None else (*notes, ranks.reason)
-
     def warm_up(self, clock: str | None = None, brief: bool = False) -> None:
         """Call until two successive windows agree within 2 % and the device had its least time; `brief` only sets the
         clock.
@@ -496,7 +491,7 @@ class Session:
         """Make one untimed call with a known result and compare its whole output."""
         inputs = self._call_inputs(1)
         inputs.known = range(1)
-        output = self.programs.main.run(self.programs.main.prepare(inputs[0]))
+        output = run(self.programs.main, inputs[0])
         self._framework.wait(output)
         self._checks.compare_whole(*inputs.used[0], dict(zip(self.output_names, output)))
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from attnbench.frameworks import Framework, Programs
-from attnbench.measuring.rates import cost_of
-from attnbench.measuring.session import Options, Session, Stages
+from attnbench.measuring.session import Options, Session, stage
 from attnbench.spec import Array, Cell, Environment, Errors, Ok, VerifiedAt, Workload
 from attnbench.steps import StepImplementation, Values, kind_of
 from attnbench.verifying.draws import SETS, Draws
 from attnbench.verifying.input_transforms import Transform, Transforms
-from attnbench.verifying.subject import Findings, Wrong
+from attnbench.verifying.subject import Findings, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, Limits, compare
 
 NOTHING = np.ones(1, np.float32)
@@ -24,27 +23,17 @@ class Unchanged(Transforms):
     """Transforms that leave inputs as they were drawn, since the result of a step on other inputs is not known."""
 
     def fresh(self) -> Transform:
-        """Return the transform that changes nothing."""
         return Transform(NOTHING, NOTHING, NOTHING, NOTHING, known=True)
 
     known = fresh
 
     def apply(self, inputs: Any, transform: Transform) -> Any:
-        """Return the state itself."""
         del transform
         return inputs
 
     def undo(self, name: str, array: Array, transform: Transform) -> Array:
-        """Return the output itself."""
         del name, transform
         return array
-
-
-class Checked(NamedTuple):
-    """Errors of the outputs, and the limits for forward outputs and gradients."""
-
-    errors: Errors
-    limits: tuple[Limits | None, Mapping[str, Limits] | None]
 
 
 class StepSession(Session):
@@ -64,7 +53,6 @@ class StepSession(Session):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the step's outputs."""
         return self._kind.outputs(self.cell.workload)
 
     @property
@@ -77,48 +65,33 @@ class StepSession(Session):
         Raises Unsupported, Wrong, FellBack, or whatever the implementation raises.
         """
         del draws
-        stages, workload = Stages(), self.cell.workload
-        with stages.timed("build"):
+        spent_ns: dict[str, int] = {}
+        workload = self.cell.workload
+        with stage("build", spent_ns):
             values = [self._kind.draw(workload, SETS * self._options.seed + n) for n in range(SETS)]
             self._states = [self._state(workload, one) for one in values]
             self.programs = self._programs(workload, self._state(workload, values[0]))
             first_call_ns, _ = self._time_first_call(self._state(workload, values[0]))
-        with stages.timed("verify"):
+        with stage("verify", spent_ns):
             small = self._kind.small(workload)
             if small == workload:
-                errors, limits = self._check(workload, values, self.programs, self._states)
+                errors, forward, backward = self._check(workload, values, self.programs, self._states)
             else:
                 drawn = [self._kind.draw(small, SETS * self._options.seed + n) for n in range(SETS)]
                 states = [self._state(small, one) for one in drawn]
-                errors, limits = self._check(small, drawn, self._programs(small, states[0]), states)
+                errors, forward, backward = self._check(small, drawn, self._programs(small, states[0]), states)
             good = [self._finished(self.programs, state) for state in self._states]
             again = self._finished(self.programs, self._states[0])
             deterministic = all(self._framework.same_bits(x, y) for x, y in zip(good[0], again))
             shape = {name: value for name, value in small.axes.items() if isinstance(value, int)}
             gradients = {"backward_shape": shape, "backward_share": 1.0} if small.needs_gradients else {}
             verified_at = VerifiedAt(shape=shape, share=1.0, **gradients)
-            self.findings = Findings(errors, verified_at, deterministic, good, *limits)
+            self.findings = Findings(errors, verified_at, deterministic, good, forward, backward)
         self._checks = self._checks_of_timed_calls()
-        with stages.timed("profile"):
-            kernels, kernels_reason = self._profiled()
+        with stage("profile", spent_ns):
+            kernels = self._profiled()
             memory = self._weigh()
-        return Ok(
-            implementation=self.cell.implementation,
-            workload=workload,
-            config=self.cell.config,
-            environment=self._environment,
-            errors=errors,
-            verified_at=verified_at,
-            deterministic=deterministic,
-            memory=memory,
-            cost=cost_of(workload, None, None),
-            compile_ns=self.programs.compile_ns,
-            first_call_ns=first_call_ns,
-            kernels=None if kernels is None else tuple(kernels),
-            kernels_reason=kernels_reason,
-            notes=self._notes(None),
-            spent_ns=stages.spent_ns,
-        )
+        return self._record(verified_at, memory, first_call_ns, spent_ns, kernels, {}, None)
 
     def _examine_outputs_again(self) -> None:
         """Compare the step on both input sets with its verified outputs."""
@@ -139,7 +112,7 @@ class StepSession(Session):
 
     def _finished(self, programs: Programs, state: Any) -> tuple[Array, ...]:
         """Return the outputs of one call; raises Wrong unless all are there and finite."""
-        output = programs.main.run(programs.main.prepare(state))
+        output = run(programs.main, state)
         self._framework.wait(output)
         if len(output) != len(self.output_names):
             names = ", ".join(self.output_names)
@@ -149,11 +122,11 @@ class StepSession(Session):
                 raise Wrong(f"{name} holds NaN or infinite values, where the reference is finite")
         return self._framework.snapshot(output)
 
-    def _check(self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]) -> Checked:
-        """Compare every output on every input set with the reference, and return errors and limits.
-
-        The allowed error is a multiple of what plain rounding causes.
-        """
+    def _check(
+        self, workload: Workload, values: list[Values], programs: Programs, states: list[Any]
+    ) -> tuple[Errors, Limits | None, Mapping[str, Limits] | None]:
+        """Compare every output on every input set with the reference, and return the errors, and the limits of forward
+        outputs and of gradients: a multiple of what plain rounding causes."""
         worst: dict[str, Compared] = {}
         for drawn, state in zip(values, states):
             rounded = {name: self._rounded(one, workload.dtype) for name, one in drawn.items()}
@@ -174,7 +147,7 @@ class StepSession(Session):
             max_abs=max(one.max_abs for one in worst.values()),
         )
         limits = {name: one.limits for name, one in gradients.items() if one.limits is not None}
-        return Checked(errors, (forward and forward.limits, limits or None))
+        return errors, forward and forward.limits, limits or None
 
     def _compared(
         self, name: str, array: Array, exact: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray], dtype: str

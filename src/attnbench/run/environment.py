@@ -26,13 +26,8 @@ LIBRARIES = re.compile(
 VARIABLES = re.compile(
     r"^(ONEDNN_|DNNL_|CUDA_(?!VERSION|HOME)|CUDNN_|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|OMP_|MKL_|OPENBLAS_|KMP_|XLA_|JAX_|TORCH|PYTORCH_|TRITON_|NCCL_(?!VERSION)|HIP_|ROCR_|MALLOC_|ATTNBENCH_(?!WORKER|CACHE))"
 )
-SEARCHED = (
-    "/usr/lib",
-    "/usr/local/lib",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/local/cuda/lib64",
-)
+USR = ("lib", "local/lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "local/cuda/lib64")
+"""Folders below /usr that the loader searches."""
 
 
 class ImplementationState(Struct, frozen=True, kw_only=True):
@@ -85,7 +80,7 @@ def _library(path: str) -> Library:
     stem = name.partition(".so")[0]
     others = {
         str(other.resolve())
-        for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *SEARCHED)
+        for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep), *(f"/usr/{one}" for one in USR))
         if folder and Path(folder).is_dir()
         for other in Path(folder).glob(f"{stem}.so*")
     }
@@ -136,13 +131,13 @@ def commit_of(folder: Path | None = None) -> str:
     """
     place = folder or Path()
     try:
-        done = git.ask(place, "rev-parse", "--short=12", "HEAD", timeout=PATIENCE_S)
+        done = git.ask(place, "rev-parse", "--short=12", "HEAD", timeout_s=PATIENCE_S)
     except (UsageError, subprocess.TimeoutExpired):
         return ""
     if done.returncode:
         return ""
     try:
-        changed = bool(git.changes(place, code=(".py", ".so", ".pyd"), timeout=PATIENCE_S))
+        changed = bool(git.changes(place, code=(".py", ".so", ".pyd"), timeout_s=PATIENCE_S))
     except (UsageError, subprocess.TimeoutExpired):  # too many files to tell in time
         changed = True
     return done.stdout.strip() + (DIRTY if changed else "")

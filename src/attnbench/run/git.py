@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in HOOK_VARIABLES}
 
 
-def ask(folder: Path, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+def ask(folder: Path, *arguments: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run git in a folder, without hooks, and return the finished process whatever its exit code; raises
     TimeoutExpired."""
     try:
@@ -31,7 +31,7 @@ def ask(folder: Path, *arguments: str, timeout: float | None = None) -> subproce
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=timeout,
+            timeout=timeout_s,
         )
     except OSError as error:
         raise UsageError("git is not installed (or not on PATH): install it.") from error
@@ -119,7 +119,7 @@ def subject(commit: str, folder: Path = HERE) -> str:
 
 
 def changes(
-    folder: Path = HERE, *, untracked: bool = True, code: tuple[str, ...] = ("",), timeout: float | None = None
+    folder: Path = HERE, *, untracked: bool = True, code: tuple[str, ...] = ("",), timeout_s: float | None = None
 ) -> list[str]:
     """Return the files that differ from HEAD, including unknown ones that are not ignored, which Python could import,
     and those at which git was told not to look (--assume-unchanged, --skip-worktree).
@@ -129,13 +129,13 @@ def changes(
     kind = "all" if untracked else "no"
     status = ask(
         folder, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=none", f"--untracked-files={kind}",
-        timeout=timeout,
+        timeout_s=timeout_s,
     )  # fmt: skip
     if status.returncode:
         raise UsageError(f"`git status` failed in {folder}: {last_line(status)}.")
     entries = [entry for entry in status.stdout.split("\0") if entry]
     names = [entry[3:] for entry in entries if not entry.startswith("??") or entry.endswith(code)]
-    listed = ask(folder, "ls-files", "-v", "-z", "--", ":/", timeout=timeout).stdout
+    listed = ask(folder, "ls-files", "-v", "-z", "--", ":/", timeout_s=timeout_s).stdout
     tracked = [entry.split(" ", 1) for entry in listed.split("\0") if entry]
     names += [name for flag, name in tracked if (flag.islower() or flag == "S") and (folder / name).exists()]
     return [name for name in names if "__pycache__" not in Path(name).parts]

@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -61,14 +61,6 @@ class StateChange(NamedTuple):
     """Whether it is attnbench's or Python's own; False for a library, which an implementation of ours may wrap."""
 
 
-class _Entry(NamedTuple):
-    namespace: Mapping[str, Any]
-    key: str
-    value: Any
-    name: str
-    watched: Watched
-
-
 class ProcessState:
     """State of this process at one moment."""
 
@@ -87,13 +79,17 @@ class ProcessState:
             if after.value != before.value:
                 what = f"{name} from {_in_words(before.value)} to {_in_words(after.value)}"
                 changes.append(StateChange(what, before.refused, before.remedy.format(after.value), before.set_again))
-        for namespace, key, value, name, watched in self._entries:
-            if namespace.get(key) is not value:
-                changes.append(StateChange(name, watched.refused, harness=watched.harness))
+        for namespace, prefix, watched, known in self._entries:
+            get = namespace.get  # several thousand functions are looked at after every turn
+            for key, value in known:
+                if get(key) is not value:
+                    changes.append(StateChange(f"{prefix}{key}", watched.refused, harness=watched.harness))
         for name, function, code, defaults in self._codes:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 changes.append(StateChange(name, refused=True))
         for name, kind, known, watched in self._shadows:
+            if vars(kind).keys() <= known:
+                continue
             for key in vars(kind).keys() - known:
                 if any(key in vars(base) for base in kind.__mro__[1:]):
                     changes.append(StateChange(f"{name}.{key}", watched.refused, harness=watched.harness))
@@ -139,31 +135,26 @@ def _settings(framework: Framework) -> dict[str, Setting]:
     return settings | dict(framework.settings())
 
 
-def _functions(framework: Framework) -> tuple[list[_Entry], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+def _functions(framework: Framework) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Return the watched functions by namespace, the code of those written in Python, and the classes to which a method
     could be added that hides an inherited one."""
-    entries: list[_Entry] = []
+    entries: list[tuple[Any, ...]] = []
     codes: list[tuple[Any, ...]] = []
     shadows: list[tuple[Any, ...]] = []
-
-    def watch(name: str, namespace: Mapping[str, Any], watched: Watched) -> None:
-        for key, value in namespace.items():
-            if isinstance(value, watched.kinds):
-                entries.append(_Entry(namespace, key, value, f"{name}.{key}", watched))
-            if watched.code and isinstance(value, FunctionType):
-                codes.append((f"{name}.{key}", value, value.__code__, value.__defaults__))
-
     # The modules of Python and NumPy that clocks and checks call.
     python = [(module.__name__, module, Watched()) for module in (time, resource, math, msgspec, msgspec.structs)]
     kinds = (FunctionType, BuiltinFunctionType, type, np.ufunc, type(np.concatenate))
     numpy = [(module.__name__, module, Watched(kinds=kinds, harness=False)) for module in (np, np.linalg)]
     for name, where, watched in (*_ours(framework), *python, *numpy, *framework.functions()):
-        watch(name, vars(where), watched)
+        held = vars(where)
+        entries.append((held, f"{name}.", watched, [one for one in held.items() if isinstance(one[1], watched.kinds)]))
+        if watched.code:
+            functions = [one for one in held.items() if isinstance(one[1], FunctionType)]
+            codes += [(f"{name}.{key}", one, one.__code__, one.__defaults__) for key, one in functions]
         if isinstance(where, type):
-            shadows.append((name, where, frozenset(vars(where)), watched))
-    for key, value in vars(builtins).items():
-        if isinstance(value, BuiltinFunctionType) and key not in HOOKED_BY_MANY:
-            entries.append(_Entry(vars(builtins), key, value, key, Watched()))
+            shadows.append((name, where, frozenset(held), watched))
+    functions = [one for one in vars(builtins).items() if isinstance(one[1], BuiltinFunctionType)]
+    entries.append((vars(builtins), "", Watched(), [one for one in functions if one[0] not in HOOKED_BY_MANY]))
     for check in CHECKS:
         run = check.run
         codes.append((f"attnbench.verifying.checks.CHECKS ({check.name})", run, run.__code__, run.__defaults__))

@@ -18,7 +18,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
 from attnbench.run.environment import Diagnosis, ImplementationState, other_programs, threads_left
 from attnbench.run.machine import RUN_PATIENCE_S, measuring
-from attnbench.run.plan import Asked, Group, Planned, as_asked, cells_of, distinct, require_dtype
+from attnbench.run.plan import Asked, Group, Planned, cells_of, distinct, require_dtype
 from attnbench.run.pool import Pool
 from attnbench.run.user_functions import (
     CannotSend,
@@ -30,7 +30,7 @@ from attnbench.run.user_functions import (
     name_references,
 )
 from attnbench.run.workload import WorkloadRun
-from attnbench.spec import Cell, Environment, Failed, Implementation, Ok, Record, Unsupported, Workload
+from attnbench.spec import Cell, Environment, Failed, Ok, Record, Unsupported, Workload
 
 CLOCKS = ("wall", "events", "kernel", "graph")
 Sink = Callable[[Sequence[Record]], None]
@@ -110,8 +110,7 @@ def launch(
     machine's lock: raises UsageError if another process holds it for longer than `patience_s` seconds.
     """
     refuse_distortion()
-    _check_clock(request)
-    wanted, user_functions = _recruit(request)
+    wanted, user_functions = _resolve(request)
     with ExitStack() as stack:
         if request.measure:
             for note in stack.enter_context(measuring("run", patience_s, listener.waiting)):
@@ -174,8 +173,7 @@ def _run_all(
 
 def plan_only(request: Request, listener: Listener) -> list[Planned]:
     """Return the cells of a request, each with the reason if it would not run."""
-    _check_clock(request)
-    wanted, user_functions = _recruit(request)
+    wanted, user_functions = _resolve(request)
     with Pool(user_functions, request.device, request.threads, request.in_process) as pool:
         pool.on_environment = listener.environment
         return _planned(request, wanted, pool)
@@ -186,7 +184,8 @@ def _planned(
 ) -> list[Planned]:
     """Return the cells with their refusals; a timed run refuses the CPU if another framework uses an accelerator."""
     pool.clock = request.clock
-    cells = cells_of(distinct(request.workloads), wanted, pool.configs if request.every_config else as_asked)
+    configs = [pool.configs] if request.every_config else []
+    cells = cells_of(distinct(request.workloads), wanted, *configs)
     planned = pool.refusals([cell for cell in cells if cell.id not in done])
     if request.device is not None and pool.unusable and not pool.environments:
         reasons = "; ".join(dict.fromkeys(pool.unusable.values()))
@@ -204,32 +203,29 @@ def _planned(
 
 def diagnose(listener: Listener) -> Diagnosis:
     """Start one worker per framework and return which implementations can run here."""
-    broken: list[ImplementationState] = []
-    known: list[Implementation] = []
-    for name in registry.names():
-        try:
-            known.append(registry.get(name))
-        except UsageError as error:
-            facts: dict[str, Any] = {"name": name, "framework": name.partition(".")[0], "origin": registry.origin(name)}
-            broken.append(ImplementationState(**facts, approximate=False, reason=str(error), timed=False))
     with Pool((), None, None) as pool:
         pool.on_environment = listener.environment
         pool.start([Group(name) for name in frameworks.NAMES])
-        states = [_state(implementation, pool) for implementation in known]
+        states = [_state(name, pool) for name in registry.names()]
         usable = {name: pool.unusable.get(name) for name in frameworks.NAMES}
         environments = {group.framework: environment for group, environment in pool.environments.items()}
-    return Diagnosis(environments=environments, frameworks=usable, implementations=states + broken)
+    return Diagnosis(environments=environments, frameworks=usable, implementations=states)
 
 
-def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
+def _state(name: str, pool: Pool) -> ImplementationState:
+    facts: dict[str, Any] = {"name": name, "origin": registry.origin(name)}
+    try:
+        implementation = registry.get(name)
+    except UsageError as error:
+        facts |= {"framework": name.partition(".")[0], "approximate": False, "timed": False}
+        return ImplementationState(**facts, reason=str(error))
     framework = implementation.framework
     environment = pool.environments.get(Group(framework))
     reason = pool.unusable.get(framework) if environment is None else implementation.available(environment)
     interpreted = "" if environment is None else pool.verify_only(implementation)
     return ImplementationState(
-        name=implementation.name,
+        **facts,
         framework=framework,
-        origin=registry.origin(implementation.name),
         approximate=implementation.approximate,
         reason=reason,
         timed=not interpreted,
@@ -238,8 +234,11 @@ def _state(implementation: Implementation, pool: Pool) -> ImplementationState:
     )
 
 
-def _recruit(request: Request) -> tuple[list[Asked], list[UserFunction]]:
-    """Return the requested implementations in order, and those of them that are user functions."""
+def _resolve(request: Request) -> tuple[list[Asked], list[UserFunction]]:
+    """Return the requested implementations in order, and those of them that are user functions; refuse an unknown
+    clock."""
+    if request.clock is not None and request.clock not in CLOCKS:
+        raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
     wanted: list[Asked] = []
     user_functions: list[UserFunction] = []
     # What an earlier in-process run registered may be replaced; a rival of this run may not.
@@ -260,7 +259,7 @@ def _user_function(what: Any, request: Request, taken: set[str], called: dict[st
     if isinstance(what, str):
         if is_reference(what):
             return from_reference(what, request.framework, taken, called[what])
-        if "[" in what or registry.origin(what) != "this process":
+        if "[" in what or registry.origin(what) != registry.HERE:
             return None
         what, taken = registry.get(what), set()
     if request.in_process:
@@ -273,11 +272,6 @@ def _user_function(what: Any, request: Request, taken: set[str], called: dict[st
     if user_function is None:
         raise CannotSend(f"{getattr(what, '__name__', what)!r} cannot be sent to a worker process.")
     return user_function
-
-
-def _check_clock(request: Request) -> None:
-    if request.clock is not None and request.clock not in CLOCKS:
-        raise UnknownName("clock", request.clock, CLOCKS, "attnbench run --help")
 
 
 def refuse_distortion() -> None:
@@ -296,13 +290,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 def _not_run(planned: Planned, pool: Pool) -> Record:
     """Return the record of a cell that is refused or whose worker could not be started."""
-    cell = planned.cell
-    group = pool.group(cell.implementation)
-    facts: dict[str, Any] = {
-        "implementation": cell.implementation,
-        "workload": cell.workload,
-        "config": cell.config,
-        "environment": pool.environments.get(group) or pool.environments.get(Group(group.framework)),
-        "reason": planned.reason,
-    }
+    group = pool.group(planned.cell.implementation)
+    environment = pool.environments.get(group) or pool.environments.get(Group(group.framework))
+    facts: dict[str, Any] = structs.asdict(planned.cell) | {"environment": environment, "reason": planned.reason}
     return Failed(**facts, unstarted=True) if planned.unstarted else Unsupported(**facts)

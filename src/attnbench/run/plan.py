@@ -66,18 +66,12 @@ class Asked(NamedTuple):
     step: str = ""
 
 
-def as_asked(one: Asked, workload: Workload) -> Sequence[Config]:
-    """Return the requested setting alone, for every workload."""
-    del workload
-    return (one.config,)
-
-
 def cells_of(
     workloads: Sequence[Workload],
     wanted: Sequence[Asked],
-    configs: Callable[[Asked, Workload], Sequence[Config]] = as_asked,
+    configs: Callable[[Asked, Workload], Sequence[Config]] = lambda one, workload: (one.config,),
 ) -> list[Cell]:
-    """Return all cells, workload by workload.
+    """Return all cells, workload by workload; `configs` returns the settings to run one with, by default as asked.
 
     An implementation of one training step gets no cell of another step, unless no requested implementation computes
     that step: then its refusal is recorded.
@@ -114,7 +108,6 @@ def shard(workloads: Sequence[Workload], index: int, count: int) -> list[Workloa
 SCORE_COPIES = {"forward": 2, "backward": 3, "train": 3}
 """Number of arrays of the scores' size (logits, probabilities, their gradient) that an implementation which stores them
 holds at once, by pass."""
-GB = 1e9
 
 
 def least_bytes(implementation: Implementation, workload: Workload) -> int:
@@ -139,15 +132,10 @@ def does_not_fit(implementation: Implementation, workload: Workload, environment
 
 def _too_much(need: int, environment: Environment) -> str | None:
     have = environment.memory_bytes
-    if have is None or need <= have:
-        return None
-    return f"needs {_size_text(need)}, {_size_text(have)} here"
+    return None if have is None or need <= have else f"needs {_size_text(need)}, {_size_text(have)} here"
 
 
 def _size_text(size: int) -> str:
-    return f"{_rounded(size / GB)} GB" if size < 1000 * GB else f"{_rounded(size / GB / 1000)} TB"
-
-
-def _rounded(value: float) -> str:
-    """Format a number with three significant digits and no exponent."""
-    return f"{float(f'{value:.3g}'):.10g}"
+    """Return a size with three significant digits and no exponent."""
+    unit, least = ("GB", 1e9) if size < 1e12 else ("TB", 1e12)
+    return f"{float(f'{size / least:.3g}'):.10g} {unit}"

@@ -40,8 +40,8 @@ class Pool:
     def __init__(
         self, user_functions: Sequence[UserFunction], device: str | None, threads: int | None, in_process: bool = False
     ) -> None:
-        self._user_functions, self._device, self._threads = user_functions, device, threads
-        self._in_process = in_process
+        self._user_functions = {one.name: one for one in user_functions}
+        self._device, self._threads, self._in_process = device, threads, in_process
         self._workers: dict[Group, Remote | Local] = {}
         self._lost: dict[Group, WorkerDied] = {}
         """Groups whose worker could not be started, twice in a row."""
@@ -69,8 +69,7 @@ class Pool:
 
     def dismiss(self, group: Group) -> None:
         """End the worker of a group; the next question to the group starts another."""
-        worker = self._workers.pop(group, None)
-        if worker is not None:
+        if (worker := self._workers.pop(group, None)) is not None:
             worker.kill()
 
     def give_memory_back(self, groups: Iterable[Group]) -> None:
@@ -87,10 +86,9 @@ class Pool:
 
     def group(self, name: str) -> Group:
         """Return the worker in which an implementation runs."""
-        for user_function in self._user_functions:
-            if user_function.name == name:
-                return Group(user_function.framework, user_function.process, self._lanes.get(name, 0))
-        return group_of(registry.get(name))._replace(lane=self._lanes.get(name, 0))
+        one = self._user_functions.get(name)
+        group = group_of(registry.get(name)) if one is None else Group(one.framework, one.process)
+        return group._replace(lane=self._lanes.get(name, 0))
 
     def clean(self, framework: str) -> Group:
         """Return the worker of a framework in which no user code is loaded."""
@@ -98,8 +96,7 @@ class Pool:
 
     def registered(self, name: str) -> Implementation | None:
         """Return an implementation of the registry; None for a user function, which only its worker knows."""
-        known = any(user_function.name == name for user_function in self._user_functions)
-        return None if known else registry.get(name)
+        return None if name in self._user_functions else registry.get(name)
 
     def configs(self, one: Asked, workload: Workload) -> Sequence[Config]:
         """Return the settings to run an implementation with: the requested one, or all worth trying if it needs
@@ -175,7 +172,7 @@ class Pool:
         if self.environment(group.framework) is None:
             self.on_environment(group.framework, answer.environment)
         self.environments.setdefault(group, answer.environment)
-        for user_function in self._user_functions:
+        for user_function in self._user_functions.values():
             if (user_function.framework, user_function.process) == group[:2] and not user_function.is_here:
                 self._load(user_function, group)
         if group.has_user_code:
@@ -308,23 +305,21 @@ class Pool:
 
     def _confirms(self, group: Group, dtype: str, stored: Ceilings) -> bool:
         """Return whether a brief measurement confirms the stored ceilings, which any program may have written."""
-        try:
-            answer = self.ask(group, p.MeasureCeilings(dtype, brief=True), CEILINGS_S)
-        except WorkerDied:
-            return False
-        if not isinstance(answer, p.MeasuredCeilings):
-            return False
-        measured = answer.ceilings
+        measured = self._ask_ceilings(group, p.MeasureCeilings(dtype, brief=True))
         return (
-            measured.flops_per_s >= NEAR * stored.flops_per_s
+            measured is not None
+            and measured.flops_per_s >= NEAR * stored.flops_per_s
             and measured.bytes_per_s >= NEAR_COPY * stored.bytes_per_s
             and stored.cache_bytes == measured.cache_bytes
         )
 
     def _measure_ceilings(self, group: Group, dtype: str) -> Ceilings | None:
+        return self._ask_ceilings(group, p.MeasureCeilings(dtype))
+
+    def _ask_ceilings(self, group: Group, question: p.MeasureCeilings) -> Ceilings | None:
         """Return the ceilings that a worker measures; None if it cannot, which the records then say."""
         try:
-            answer = self.ask(group, p.MeasureCeilings(dtype), CEILINGS_S)
+            answer = self.ask(group, question, CEILINGS_S)
         except WorkerDied:
             return None
         return answer.ceilings if isinstance(answer, p.MeasuredCeilings) else None
@@ -334,9 +329,7 @@ def _best(a: Ceilings | None, b: Ceilings | None) -> Ceilings | None:
     """Return the higher of two values of each ceiling."""
     if a is None or b is None:
         return a or b
-    return Ceilings(
-        max(a.flops_per_s, b.flops_per_s), max(a.bytes_per_s, b.bytes_per_s), max(a.cache_bytes, b.cache_bytes)
-    )
+    return Ceilings(*map(max, msgspec.structs.astuple(a), msgspec.structs.astuple(b)))
 
 
 def _file(environment: Environment, dtype: str) -> Path:

@@ -65,18 +65,12 @@ class WorkerDied(Exception):
 class Process(Protocol):
     """The needed part of a running process: subprocess.Popen has it, and a fork of another process."""
 
-    @property
-    def pid(self) -> int:
-        """Process id; also the id of the process group that it leads."""
-        ...
+    pid: int
+    """Process id; also the id of the process group that it leads."""
 
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        ...
+    def poll(self) -> int | None: ...
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its exit code."""
-        ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 def pin(process: int, threads: int | None) -> None:
@@ -234,7 +228,6 @@ class Remote:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
         return self._process.poll() is None
 
     def pause(self) -> None:
@@ -242,7 +235,6 @@ class Remote:
         self._tree.stop()
 
     def resume(self) -> None:
-        """Let stopped processes go on."""
         self._tree.resume()
 
     def abort(self) -> None:
@@ -258,7 +250,9 @@ class Remote:
 
 
 class Local:
-    """A worker inside the calling process."""
+    """A worker inside the calling process, which nothing stops or ends."""
+
+    alive = True
 
     def __init__(self, framework: str, device: str | None) -> None:
         self.framework = framework
@@ -268,16 +262,10 @@ class Local:
         """Return the answer, without protection against a hang or a crash."""
         return self._worker.answer(question)
 
-    alive = True
-
     def pause(self) -> None:
-        """Leave the calling process running."""
+        pass
 
-    def resume(self) -> None:
-        """Leave the calling process running, as `pause` did."""
-
-    def abort(self) -> None:
-        """Leave the process alone, since it is the caller's own."""
+    resume = abort = pause
 
     def kill(self) -> None:
         """Release the worker's arrays and compiled code."""

@@ -246,16 +246,16 @@ def _place(reference: str) -> tuple[str, ...]:
 
 def fingerprint_sources(implementations: Iterable[Any]) -> dict[str, str]:
     """Return the hash of the file of each reference, by file or module as it was written."""
-    files = {where: source_file(where) for where in _places(implementations)}
-    return {where: _hash(file) for where, file in files.items() if file is not None}
+    places = dict.fromkeys(what.rpartition(":")[0] for what in implementations if is_reference(what))
+    files = {where: source_file(where) for where in places}
+    return {where: hashlib.sha256(file.read_bytes()).hexdigest() for where, file in files.items() if file is not None}
 
 
 def refuse_changed_sources(run: Path, before: Mapping[str, str], implementations: Iterable[Any]) -> None:
     """Raise UsageError if a file of the references has changed since the run began."""
-    files = {source_file(where) for where in _places(implementations)} - {None}
+    now = {source_file(where): found for where, found in fingerprint_sources(implementations).items()}
     for where, then in before.items():
-        file = source_file(where)
-        if file in files and file is not None and _hash(file) != then:
+        if now.get(source_file(where), then) != then:
             raise UsageError(
                 f"{where} has changed since {run} began, which holds times of the old version: "
                 "start a new run, or undo the change and resume again."
@@ -290,12 +290,10 @@ def told_apart(runs: Mapping[Path, Run]) -> tuple[dict[Path, Run], dict[str, str
         given = {old: one for old, one in _references(run).items() if names[one] not in ("", old)}
         if given:
             places |= {names[one]: one.rpartition(":")[0] for one in given.values()}
-            records = (
-                structs.replace(one, implementation=names[given[one.implementation]])
-                if one.implementation in given
-                else one
-                for one in run.records
-            )
+            renamed = {old: names[one] for old, one in given.items()}
+            records = [
+                structs.replace(r, implementation=renamed.get(r.implementation, r.implementation)) for r in run.records
+            ]
             told[path] = structs.replace(run, records=tuple(records))
     return told, places
 
@@ -339,11 +337,3 @@ def source_file(where: str) -> Path | None:
     folders = [Path(folder, *packages) for folder in (*sys.path, "")]
     files = (file for folder in folders for file in (folder / module / "__init__.py", folder / f"{module}.py"))
     return next((file.resolve() for file in files if file.is_file()), None)
-
-
-def _places(implementations: Iterable[Any]) -> list[str]:
-    return list(dict.fromkeys(what.rpartition(":")[0] for what in implementations if is_reference(what)))
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic_ns, perf_counter_ns
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from attnbench import errors, frameworks, registry
 from attnbench.frameworks.base import Untrusted
@@ -191,9 +191,9 @@ class Worker:
             return answer
         changed, self._pending_notes = tuple(self._pending_notes), []
         if isinstance(answer, p.Sampled):
-            return msgspec.structs.replace(answer, changed=changed)
-        record = msgspec.structs.replace(answer.record, notes=(*answer.record.notes, *changed))
-        return msgspec.structs.replace(answer, record=record)
+            return structs.replace(answer, changed=changed)
+        record = structs.replace(answer.record, notes=(*answer.record.notes, *changed))
+        return structs.replace(answer, record=record)
 
     def _remember_changes(self, when: str) -> None:
         """Store the changes made by loading a user function or asking what it supports: they concern all its cells."""
@@ -224,25 +224,18 @@ class Worker:
     def _implementation(self, name: str) -> Implementation:
         """Return the implementation of that name; a user's implementation is frozen."""
         if name not in self._implementations:
-            implementation = registry.get(name)
-            self._implementations[name] = (
-                implementation if registry.origin(name) == registry.OURS else frozen(implementation)
-            )
+            one = registry.get(name)
+            self._implementations[name] = one if registry.origin(name) == registry.OURS else frozen(one)
         return self._implementations[name]
 
     def _facts(self, cell: Cell) -> dict[str, Any]:
-        return {
-            "implementation": cell.implementation,
-            "workload": cell.workload,
-            "config": cell.config,
-            "environment": self._environment,
-        }
+        return structs.asdict(cell) | {"environment": self._environment}
 
     def _load(self, question: p.Load) -> p.Answer:
         """Load a user function; from now on the commit is that of its file."""
         answer = load_user_function(question)
         if self._environment.harness and isinstance(answer, p.Done):  # it was described before
-            self._environment = msgspec.structs.replace(self._environment, commit=commit_of(_measured))
+            self._environment = structs.replace(self._environment, commit=commit_of(_measured))
         return answer
 
     def _describe(self, question: p.Describe) -> p.EnvironmentAnswer | p.Refused:
@@ -360,10 +353,9 @@ class Worker:
             return False
 
     def _ceilings(self, question: p.MeasureCeilings) -> p.Answer:
+        where = (self._framework, self._device)
         try:
-            return p.MeasuredCeilings(
-                anchors.measure_ceilings(self._framework, self._device, question.dtype, question.brief)
-            )
+            return p.MeasuredCeilings(anchors.measure_ceilings(*where, question.dtype, question.brief))
         except Exception as error:
             return p.Refused(f"{type(error).__name__}: {error}")
 
@@ -378,9 +370,8 @@ class Worker:
 def _warm_up(session: Session | anchors.AnchorSession, question: p.WarmUp) -> p.Warm:
     start = perf_counter_ns()
     session.warm_up(question.clock, question.brief)
-    spent_ns = perf_counter_ns() - start
     facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
-    return p.Warm(*facts, spent_ns)
+    return p.Warm(*facts, perf_counter_ns() - start)
 
 
 def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list[float]]) -> p.Sampled:
@@ -392,8 +383,7 @@ def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list
 
 def _take_block(session: Session, question: p.TakeBlock) -> p.BlockTaken:
     began_ns = monotonic_ns()
-    block = session.block(question.calls)
-    return p.BlockTaken(block, began_ns, monotonic_ns())
+    return p.BlockTaken(session.block(question.calls), began_ns, monotonic_ns())
 
 
 def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
@@ -401,7 +391,7 @@ def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
     return p.Done()
 
 
-def _trace(session: Session | anchors.AnchorSession, question: p.Trace) -> p.Answer:
+def _trace(session: Session, question: p.Trace) -> p.Answer:
     try:
         return p.Traced(str(session.trace(Path(question.folder))))
     except Exception as error:
@@ -443,7 +433,7 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
     except errors.AttnBenchError as error:
         why = str(error)  # `error` itself is gone when the first question arrives
         answer = lambda question: p.Refused(why)  # noqa: E731
-    send, receive, numbered = p.send, p.receive, p.Numbered
+    send, receive, numbered, release = p.send, p.receive, p.Numbered, p.Release
     while True:
         try:
             asked = p.decode_question(receive(connection))
@@ -451,6 +441,9 @@ def serve(connection: Connection, framework: str, device: str | None, state: Pro
             kill_descendants()
             return
         send(connection, _encode(numbered(asked.number, answer(asked.message))))
+        if isinstance(asked.message, release):  # no cell is open: what is left are modules that were imported since
+            gc.collect()
+            gc.freeze()
 
 
 if __name__ == "__main__":

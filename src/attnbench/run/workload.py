@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec import structs
 
 from attnbench.measuring import anchors
 from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
@@ -118,7 +118,7 @@ class WorkloadRun:
         self._pool.give_memory_back({*groups, *(self._pool.clean(group.framework) for group in groups)})
         for cell in cells:
             if isinstance(record := self._records.get(cell.id), Ok):
-                self._records[cell.id] = msgspec.structs.replace(record, notes=(*record.notes, why))
+                self._records[cell.id] = structs.replace(record, notes=(*record.notes, why))
 
     def _run_together(self, cells: Sequence[Cell]) -> None:
         if not cells:
@@ -137,17 +137,18 @@ class WorkloadRun:
                 self._trace(timed)
                 self._measure(timed)
                 break
-            except CellDied as dead:
-                self._finish_lost(timed)
-                self._record_lost(dead)
-                timed = self._open_again(dead.group, timed)
-            except SessionsLost as lost:
-                self._finish_lost(timed)
-                self._note_lost_sessions(lost, timed)
+            except (CellDied, SessionsLost) as lost:
+                for one in timed:  # those that turned out wrong before the others start again
+                    if one.lost is not None and self._is_open(one.cell):
+                        self._finish(one.lost)
+                if isinstance(lost, CellDied):
+                    self._record_lost(lost)
+                else:
+                    self._note_lost_sessions(lost, timed)
                 timed = self._open_again(lost.group, timed)
         used = [*groups, *(group for group in self._anchored if group not in groups)]
         with ThreadPoolExecutor(len(used) or 1) as threads:
-            list(threads.map(self._quietly_release, used))
+            list(threads.map(self._release, used))
 
     def _note_lost_sessions(self, lost: SessionsLost, timed: Sequence[RemoteCell]) -> None:
         """Decide what becomes of the cells of a worker that ended between two questions.
@@ -170,12 +171,6 @@ class WorkloadRun:
         cells = [one.cell for one in remaining if one.group == group]
         again = [one for one in self._open_group(group, cells) if one.opened.timed]
         return [*(one for one in remaining if one.group != group), *again]
-
-    def _finish_lost(self, timed: Sequence[RemoteCell]) -> None:
-        """Store the records of cells that turned out wrong before the other cells start again."""
-        for one in timed:
-            if one.lost is not None and self._is_open(one.cell):
-                self._finish(one.lost)
 
     def _is_open(self, cell: Cell) -> bool:
         """Return whether a cell has no final record yet and is not put off."""
@@ -238,23 +233,20 @@ class WorkloadRun:
             self._finish(dead.record)
 
     def _finish(self, record: Record) -> None:
-        if isinstance(record, OutOfMemory) and self._in_company and self._shares_memory(record):
+        if record.implementation in anchors.NAMES:
+            sitting = "" if record.time is None else f" {record.time.sitting}"  # each sitting has anchors of its own
+            self._records[f"{record.cell.id}{sitting}"] = record
+        elif isinstance(record, OutOfMemory) and self._in_company and self._shares_memory(record):
             self._crowded_out.append(record.cell)
-            return
-        if self._request.in_process and record.implementation not in anchors.NAMES:
-            record = msgspec.structs.replace(record, isolation="in-process")
-        if record.implementation not in anchors.NAMES:
+        else:
+            if self._request.in_process:
+                record = structs.replace(record, isolation="in-process")
             self._records[record.cell.id] = record
             self._listener.finished(record)
-            return
-        sitting = "" if record.time is None else f" {record.time.sitting}"  # each sitting has anchors of its own
-        self._records[f"{record.cell.id}{sitting}"] = record
 
     def _shares_memory(self, record: Record) -> bool:
         """Return whether other workers held memory of the device on which a cell ran out of memory."""
-        return record.implementation not in anchors.NAMES and self._pool.accelerated(
-            self._pool.group(record.implementation).framework
-        )
+        return self._pool.accelerated(self._pool.group(record.implementation).framework)
 
     def _measure(self, timed: Sequence[RemoteCell]) -> None:
         """Sample all cells in turn, then finish all. If a worker dies meanwhile, no cell is finished, and the next
@@ -272,10 +264,11 @@ class WorkloadRun:
         if not timed:
             return
         rule = StopRule(request.budget_s, request.precision, request.trials)
-        looks = [] if any(self._pool.accelerated(one.group.framework) for one in timed) else [busy_cores()]
+        on_cpu = not any(self._pool.accelerated(one.group.framework) for one in timed)
+        idle = on_cpu and busy_cores() < BUSY_CORES
         gathered = interleave(timed, rule, self._rng, always=companions)
-        if looks and max(*looks, busy_cores()) < BUSY_CORES:
-            for one in (*timed, *companions):  # of an idle machine: threads waited for each other, as they always do
+        if idle and busy_cores() < BUSY_CORES:  # then threads waited for each other, as they always do
+            for one in (*timed, *companions):
                 one.waited.clear()
         for one in timed:
             if one.lost is None:
@@ -322,7 +315,7 @@ class WorkloadRun:
         """
         group = self._pool.clean(timed[0].group.framework)
         self._anchored.add(group)
-        cells = [msgspec.structs.replace(one, implementation=name) for one in [timed[0].cell] for name in anchors.NAMES]
+        cells = [Cell(name, self._workload) for name in anchors.NAMES]
         # One that has brought a worker down before is not tried again; every turn has times of its own of the others.
         opened = [self._open_anchor(cell, group) for cell in cells if cell.id not in self._records]
         return [one for one in opened if one is not None]
@@ -330,8 +323,9 @@ class WorkloadRun:
     def _open_anchor(self, cell: Cell, group: Group) -> RemoteCell | None:
         question = p.Open(cell, False, True, None, self._seed)
         answer = ask_about(cell, group, self._pool, question, self._request.timeout_s)
+        assert isinstance(answer, p.Opened | p.Closed | p.Refused)
         if not isinstance(answer, p.Opened):
-            reason = getattr(getattr(answer, "record", answer), "reason", type(answer).__name__)
+            reason = answer.reason if isinstance(answer, p.Refused) else answer.record.reason
             self._listener.warning(f"{cell.implementation} could not be opened: {reason}")
             return None
         return RemoteCell(cell, group, answer, self._pool, self._request.timeout_s)
@@ -341,7 +335,7 @@ class WorkloadRun:
         assert ok.environment is not None
         ceilings = self._ceilings.get(ok.environment.device)
         devices = 1 if ok.ranks is None else ok.ranks.devices
-        workload = msgspec.structs.replace(self._workload, pass_=part) if part else self._workload
+        workload = structs.replace(self._workload, pass_=part) if part else self._workload
         return cost_of(workload, median_ns, ceilings, ok.quality.get("work", 1.0), devices)
 
     def _implausible(self, ok: Ok, times: Mapping[str, Time]) -> str | None:
@@ -358,17 +352,16 @@ class WorkloadRun:
         times = _summaries(one, series)
         doubtful = None if ok.implementation in anchors.NAMES else self._implausible(ok, times)
         sitting = f"{self._began}+{self._turn}" if self._turn else self._began
-        main = msgspec.structs.replace(times.pop("main"), sitting=sitting)
+        main = structs.replace(times.pop("main"), sitting=sitting)
         spent_ns = {**ok.spent_ns, "warm_up": warm.spent_ns, "sample": one.clock_ns}
         if "verify" in spent_ns:
             spent_ns["verify"] += one.check_ns
         if ok.implementation in anchors.NAMES:
-            return msgspec.structs.replace(ok, time=main, spent_ns=spent_ns)
+            return structs.replace(ok, time=main, spent_ns=spent_ns)
         cost = self._cost(ok, main.median_ns)
         if doubtful is not None:
-            facts = {name: getattr(ok, name) for name in ("implementation", "workload", "config", "environment")}
-            return Failed(reason=doubtful, **facts)
-        return msgspec.structs.replace(
+            return Failed(reason=doubtful, environment=ok.environment, **structs.asdict(ok.cell))
+        return structs.replace(
             ok,
             time=main,
             deterministic=ok.deterministic and one.repeats,
@@ -393,7 +386,7 @@ class WorkloadRun:
             elif isinstance(answer, p.Refused):
                 self._listener.warning(f"no trace of {one.cell.id}: {answer.reason}")
 
-    def _quietly_release(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         """Let a worker drop this workload's arrays; a failure is a warning, since its records are complete."""
         try:
             self._pool.ask(group, p.Release(), self._request.timeout_s)
@@ -440,8 +433,7 @@ class SessionsLost(Exception):
 
 def cell_died(cell: Cell, group: Group, pool: Pool, died: WorkerDied) -> CellDied:
     """Return the loss of a worker as the error of the cell it was working on."""
-    facts = {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
-    return CellDied(cell, group, died.record(environment=pool.environments.get(group), **facts))
+    return CellDied(cell, group, died.record(environment=pool.environments.get(group), **structs.asdict(cell)))
 
 
 def ask_about(cell: Cell, group: Group, pool: Pool, question: p.Question, timeout_s: float) -> p.Answer:
@@ -478,17 +470,14 @@ class RemoteCell:
 
     @property
     def call_ns(self) -> float:
-        """Time of one call, estimated in the warm-up."""
         return self.steady.call_ns
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Parts of the pass that are sampled."""
         return self.steady.parts
 
     @property
     def slow_clock(self) -> bool:
-        """Whether each visit has a large fixed cost."""
         return self.steady.slow_clock
 
     @property

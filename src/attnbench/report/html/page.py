@@ -34,7 +34,7 @@ from attnbench.results.sentences import (
     wrong_sentences,
 )
 from attnbench.results.standings import by_date, setbacks
-from attnbench.run.resume import describe_unreached
+from attnbench.run.recorder import describe_unreached
 
 TEMPLATES = files("attnbench.report.html") / "templates"
 DEVICE_CLOCKS = ("kernel", "events", "graph")
