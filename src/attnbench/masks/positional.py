@@ -193,8 +193,11 @@ class Dilated(Mask, frozen=True, tag="dilated"):
 
         return weight
 
-    def pairs(self, shape: MaskShape) -> int:
-        return self.count(shape, np.full(shape.q_len, shape.kv_len))
+    def _count_in(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int | None:
+        if low.any():
+            return None
+        one_row = shape._replace(batch=shape.batch // len(high))
+        return sum(self.count(one_row, below) for below in high)
 
     def count(self, shape: MaskShape, below: np.ndarray) -> int:
         """Return the number of visible pairs with j < below[i], by inclusion and exclusion over branches.
