@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def is_reference(what: Any) -> bool:
 
 
 @cache
-def _entry_points() -> dict[str, Any]:
+def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -73,8 +73,7 @@ def get(name: str) -> Implementation:
     """Return the implementation with that name."""
     if name in _registered:
         return _registered[name]
-    point = _entry_points().get(name)
-    if point is None:
+    if (point := _point(name)) is None:
         raise UnknownName("implementation", name, names(), "attnbench list implementations")
     try:
         implementation = point.load()
@@ -137,14 +136,17 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 def origin(name: str) -> str:
     """Return the distribution that brings an implementation; HERE if it was registered by hand, whatever its name
     is."""
-    point = None if name in _registered else _entry_points().get(name)
-    return point.dist.name if point is not None and point.dist is not None else HERE
+    point = _point(name)
+    return HERE if point is None or point.dist is None else point.dist.name
 
 
 def module_of(name: str) -> str:
     """Return the module that brings an implementation; empty text if it was registered by hand."""
-    point = None if name in _registered else _entry_points().get(name)
-    return "" if point is None else point.module
+    return "" if (point := _point(name)) is None else point.module
+
+
+def _point(name: str) -> EntryPoint | None:
+    return None if name in _registered else _entry_points().get(name)
 
 
 class Function(Implementation):
@@ -172,7 +174,7 @@ def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "t
     if isinstance(what, Implementation):
         return what
     if isinstance(what, str):
-        if ":" not in what:
+        if not is_reference(what):
             return get(what)
         found = load_reference(what)
         return found if isinstance(found, Implementation) else Function(found, framework)

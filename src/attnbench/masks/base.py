@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -81,17 +82,18 @@ def check_constant(values: Any, what: str) -> None:
         )
 
 
-def whole_number(value: Any, what: str) -> int:
-    """Return a whole number of Python, NumPy or the like as an int; floats, text and booleans are refused."""
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise InvalidWorkload(f"{what} must be a whole number, not {value!r}.")
-    if abs(number) > LARGEST_SIZE:
-        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {number}.")
-    return number
+def whole_number(value: Any, what: str, least: int | None = None) -> int:
+    """Return a whole number of Python, NumPy or the like as an int; floats, text and booleans are refused, and numbers
+    below `least` or beyond the sizes that an axis may have."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            value = index(value)
+    if type(value) is not int or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise InvalidWorkload(f"{what} must be a whole number{bound}, not {value!r}.")
+    if abs(value) > LARGEST_SIZE:
+        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {value}.")
+    return value
 
 
 def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:
