@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -75,7 +74,7 @@ def shrink(workload: Workload) -> Workload:
     if shape == w.mask_shape and kv_heads == w.kv_heads:
         return w
     sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
-    return msgspec.structs.replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
+    return replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
 
 
 def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
