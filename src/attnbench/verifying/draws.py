@@ -206,13 +206,18 @@ class Draws:
         most = min(most, max(1, self._compared_values // (w.q_len * w.group * max(w.head_dim, w.value_dim))))
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
+    def known(self, gradients: bool) -> tuple[Heads, np.ndarray]:
+        """Return the heads and query rows whose truth is computed in float64: sampled ones, or whole heads for
+        gradients."""
+        if gradients:
+            return self.gradient_heads, np.arange(self.workload.q_len)
+        return self.sample.heads, self.sample.rows
+
     def truths(self, which: int | str, gradients: bool) -> list[Truth]:
-        """Return the truth of each sampled head (or of each of `gradient_heads`), on an input set or a probe."""
+        """Return the truth of each head of `known`, on an input set or a probe."""
         key = (which, gradients)
         if key not in self._truths:
-            heads = self.gradient_heads if gradients else self.sample.heads
-            rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
-            inputs = self.input_set(which)
+            (heads, rows), inputs = self.known(gradients), self.input_set(which)
             self._truths[key] = self._shelf.get(
                 f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
                 np.stack([self._first_values(inputs, head) for head in heads]),
@@ -332,8 +337,7 @@ class Draws:
         if key in self._slopes:
             return self._slopes[key]
         other = msgspec.structs.replace(self.workload, **{name: (1 + step) * value for name, value in changed.items()})
-        heads = self.gradient_heads if gradients else self.sample.heads
-        rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
+        heads, rows = self.known(gradients)
         results = self._in_float64(self._results(self.input_set(which), heads, rows, gradients, "exact", other))
         self._slopes[key] = [
             tuple((a - b) / step for a, b in zip(moved, (truth.out, *(truth.grads or ()))))

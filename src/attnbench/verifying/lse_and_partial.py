@@ -9,7 +9,7 @@ output and LSE are those of a larger whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import array_api_compat
 import numpy as np
@@ -17,9 +17,9 @@ import numpy as np
 from attnbench import reference
 from attnbench.frameworks import Inputs
 from attnbench.spec import DTYPE_BYTES, Array, Call
-from attnbench.verifying import probes, whole_output
+from attnbench.verifying import probes
 from attnbench.verifying.draws import SCALED, by_head
-from attnbench.verifying.invariants import draw_places, moved
+from attnbench.verifying.invariants import draw_places, moved_inputs, on_overwritten_inputs
 from attnbench.verifying.scales import COMPARED, require_right
 from attnbench.verifying.subject import Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import (
@@ -34,6 +34,7 @@ from attnbench.verifying.tolerance import (
     relative_error,
     spot,
 )
+from attnbench.verifying.whole_output import host, require_counted
 
 GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
 """Most pairs of a query and a key in a head whose gradients of the LSE are computed, and the error they may have by
@@ -51,9 +52,8 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
     if subject.lse is None or subject.declared_error is not None:
         return ()
     limits = examination.found.limits("out", subject.workload.dtype)
-    sets = subject.draws.inputs(subject.layout)
     joined = _program(subject, subject.lse)
-    arrays = [joined(inputs) for inputs in sets]
+    arrays = [joined(inputs) for inputs in subject.inputs]
     for array, outputs in zip(arrays, good):
         _require_output(subject, array, outputs[0], limits)
     compared: list[Compared] = []
@@ -70,15 +70,11 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
         _check_gradient(subject, subject.lse)
     bound = SLACK * worst.allowed
     if (places := draw_places(subject)) is not None:
-        elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
+        elsewhere = _lse(subject, joined(moved_inputs(subject, places)))
         there = np.take(_lse(subject, arrays[0])[places.batch], places.heads, axis=subject.head_axis)
-        _require_same(_lse(subject, joined(elsewhere)), there, bound, "from other places")
+        _require_same(elsewhere, there, bound, "from other places")
     if subject.framework.overwrites:
-        inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
-        joined(inputs)
-        for array, values in zip(inputs, sets[1]):
-            subject.framework.overwrite(array, values)
-        again = _lse(subject, joined(inputs))
+        again = _lse(subject, on_overwritten_inputs(subject, joined))
         _require_same(again, _lse(subject, arrays[1]), bound, "after its inputs were overwritten in place")
     examination.lse = worst.error
     return ()
@@ -91,7 +87,7 @@ def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
 
 def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
     """Return the LSE [g, rows] of each sampled head by a call that returns (out, lse), on the first input set."""
-    return sampled(subject, _program(subject, call)(subject.draws.inputs(subject.layout)[0]))
+    return sampled(subject, _program(subject, call)(subject.inputs[0]))
 
 
 def _joined(subject: Subject, call: Call) -> Call:
@@ -112,7 +108,7 @@ def _joined(subject: Subject, call: Call) -> Call:
 def _program(subject: Subject, call: Call) -> Joined:
     """Compile a call that returns (out, lse) and return a function of inputs that gives both side by side."""
     fw = subject.framework
-    main = fw.programs(_joined(subject, call), "forward", subject.draws.inputs(subject.layout)[0]).main
+    main = fw.programs(_joined(subject, call), "forward", subject.inputs[0]).main
 
     def once(inputs: Inputs) -> Array:
         (array,) = run(main, inputs)
@@ -136,18 +132,22 @@ def _require_output(subject: Subject, array: Array, good: Array, limits: Limits)
 
 def _check_counted(subject: Subject, joined: Joined) -> None:
     """Check output and LSE on inputs of which every row is known to a small share of one key's weight."""
-    draws, w = subject.draws, subject.workload
-    array = joined(draws.probe("counted", subject.layout))
-    whole_output.require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
-    truths, rows = draws.truths("counted", False), draws.covered(False).rows
+    array = joined(subject.draws.probe("counted", subject.layout))
+    require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
+    truths = subject.draws.truths("counted", False)
     exact = [truth.lse for truth in truths]
     rounding = FORWARD_FACTOR * compare_lse([truth.plain_lse for truth in truths], exact, exact).error
-    for heads, truth in draws.whole("counted", False):
-        mine = by_head(array[..., -1:], subject.layout, w.group, heads)
-        got = subject.framework.numpy(mine)[:, :, rows, 0].astype(np.float64)
-        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
+    for got, right in _whole_lse(subject, array, "counted"):
         bound = rounding + LSE_FLOOR * (1 + float(np.abs(right[np.isfinite(right)]).max(initial=0)))
-        _require_same(got, right.astype(np.float64), bound, "in some rows where all keys weigh alike")
+        _require_same(got, right, bound, "in some rows where all keys weigh alike")
+
+
+def _whole_lse(subject: Subject, array: Array, probe: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the LSE [heads, members, rows] of the covered heads in a result on a probe, and the right one."""
+    rows = subject.draws.covered(False).rows
+    for heads, truth in subject.draws.whole(probe, False):
+        mine = by_head(array[..., -1:], subject.layout, subject.workload.group, heads)
+        yield host(subject, mine)[:, :, rows, 0], host(subject, truth.lse)
 
 
 def _check_large(subject: Subject, joined: Joined) -> None:
@@ -178,17 +178,13 @@ def _require_large(subject: Subject, array: Array, which: str, words: str) -> No
 
 def _check_steep(subject: Subject, joined: Joined) -> None:
     """Check output and LSE if all logits lie far below 0."""
-    draws, w = subject.draws, subject.workload
-    if not probes.can_be_steep(w):
+    if not probes.can_be_steep(subject.workload):
         return
-    array, rows = joined(draws.probe("steep", subject.layout)), draws.covered(False).rows
+    array = joined(subject.draws.probe("steep", subject.layout))
     what = "output of the call that returns the LSE (all logits far below 0)"
-    whole_output.require_counted(subject, array[..., :-1], what, "steep")
-    for heads, truth in draws.whole("steep", False):
-        mine = subject.framework.numpy(by_head(array[..., -1:], subject.layout, w.group, heads))
-        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
-        got, right = mine[:, :, rows, 0].astype(np.float64), right.astype(np.float64)
-        result = compare_large_lse(got, right, right, np.abs(right), w.dtype)
+    require_counted(subject, array[..., :-1], what, "steep")
+    for got, right in _whole_lse(subject, array, "steep"):
+        result = compare_large_lse(got, right, right, np.abs(right), subject.workload.dtype)
         if result.fault:
             raise Wrong(f"{result.fault} (all logits far below 0)")
 
@@ -208,7 +204,7 @@ def _check_gradient(subject: Subject, call: Call) -> None:
     xp = array_api_compat.array_namespace(last)
     nothing = xp.broadcast_to(0 * last, (*weights.shape, w.value_dim))
     dout = fw.transpose(xp.concat([nothing, last], axis=-1), "bshd", subject.layout)
-    inputs = draws.inputs(subject.layout)[0]._replace(dout=dout)
+    inputs = subject.inputs[0]._replace(dout=dout)
     outputs = run(fw.programs(_joined(subject, call), "backward", inputs).main, inputs)
     fw.wait(outputs)
     batch, index = at = draws.gradient_heads[int(rng.integers(len(draws.gradient_heads)))]

@@ -15,6 +15,8 @@ from attnbench.spec import Array, Call, Errors, Layout, Partial, VerifiedAt, Wor
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, Limits
 
+LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
+
 
 def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
     """Return the outputs of one untimed call."""
@@ -44,9 +46,14 @@ class Subject:
     lse_gradient: bool = False
     """Whether the LSE is declared to be differentiable."""
 
-    def outputs(self, inputs: Inputs) -> dict[str, Array]:
-        """Return the finished outputs of one untimed call by name."""
-        arrays = run(self.programs.main, inputs)
+    @property
+    def inputs(self) -> list[Inputs]:
+        """Drawn input sets in the subject's layout."""
+        return self.draws.inputs(self.layout)
+
+    def outputs(self, inputs: Inputs | str) -> dict[str, Array]:
+        """Return the finished outputs of one untimed call by name, on inputs or on the probe of that name."""
+        arrays = run(self.programs.main, self.draws.probe(inputs, self.layout) if isinstance(inputs, str) else inputs)
         self.framework.wait(arrays)
         return self.named(arrays)
 
@@ -67,6 +74,12 @@ class Subject:
         count = 1 if name in ("dk", "dv") else self.workload.group
         return slice(at[1] * count, (at[1] + 1) * count)
 
+    def place(self, name: str, at: tuple[int, int], member: int = 0) -> str:
+        """Return words for a head of an output, the member-th that belongs to a pair of batch row and key/value
+        head."""
+        kind = "head" if name in ("out", "dq") else "key/value head"
+        return f"batch {at[0]}, {kind} {self.members(name, at).start + member}"
+
     def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
         """Return [heads, rows, width] of one batch row as float64, from any layout."""
         part = array[batch]
@@ -77,9 +90,9 @@ class Subject:
 
     def sampled(self, name: str, array: Array) -> list[np.ndarray]:
         """Return rows [members, rows, width] of each head whose truth is known in float64."""
-        sample = self.draws.sample
-        heads, rows = (sample.heads, sample.rows) if name == "out" else (self.draws.gradient_heads, None)
-        return [self.head_rows(array, at[0], self.members(name, at), rows) for at in heads]
+        heads, rows = self.draws.known(gradients=name != "out")
+        own = rows if name == "out" else None
+        return [self.head_rows(array, at[0], self.members(name, at), own) for at in heads]
 
     @property
     def wide(self) -> str:
