@@ -123,7 +123,7 @@ def head_norms(subject: Subject, array: Array) -> np.ndarray:
     """Return the norm of each head of each batch row of an output, [batch, heads]."""
     tokens = 1 if subject.head_axis == 2 else 2
     xp = array_api_compat.array_namespace(array)
-    return np.sqrt(subject.framework.numpy(xp.sum(array * array, axis=(tokens, 3))).astype(np.float64))
+    return np.sqrt(subject.host(xp.sum(array * array, axis=(tokens, 3))))
 
 
 OVERWRITES = "overwrites the result of its previous call"
@@ -249,7 +249,7 @@ def _require_same_output(
     inputs = Inputs(cut(whole.q, queries), cut(whole.k, keys), cut(whole.v, keys), cut(whole.dout, queries))
     (out,) = run(fw.programs(call, "forward", inputs).main, inputs)
     fw.wait(out)
-    got, want = (fw.numpy(array).astype(np.float64) for array in (out, cut(good, queries)))
+    got, want = (subject.host(array) for array in (out, cut(good, queries)))
     if got.shape != want.shape:
         raise Wrong(f"{name} alone gives an output of shape {got.shape}, expected {want.shape}")
     off = float(np.linalg.norm(got - want)) / (float(np.linalg.norm(want)) or 1.0)

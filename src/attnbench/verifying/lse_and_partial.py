@@ -34,7 +34,7 @@ from attnbench.verifying.tolerance import (
     relative_error,
     spot,
 )
-from attnbench.verifying.whole_output import host, require_counted
+from attnbench.verifying.whole_output import require_counted
 
 GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
 """Most pairs of a query and a key in a head whose gradients of the LSE are computed, and the error they may have by
@@ -146,8 +146,7 @@ def _whole_lse(subject: Subject, array: Array, probe: str) -> Iterator[tuple[np.
     """Yield the LSE [heads, members, rows] of the covered heads in a result on a probe, and the right one."""
     rows = subject.draws.covered(False).rows
     for heads, truth in subject.draws.whole(probe, False):
-        mine = by_head(array[..., -1:], subject.layout, subject.workload.group, heads)
-        yield host(subject, mine)[:, :, rows, 0], host(subject, truth.lse)
+        yield subject.host(subject.heads("out", array[..., -1:], heads)[:, :, rows, 0]), subject.host(truth.lse)
 
 
 def _check_large(subject: Subject, joined: Joined) -> None:
@@ -218,7 +217,7 @@ def _check_gradient(subject: Subject, call: Call) -> None:
         "dk": reference.backward_rows(w, head, own * head.q, rows, np, np.float64).dv[None],
     }
     for name, array in zip(("dq", "dk"), outputs):
-        got = subject.head_rows(array, batch, subject.members(name, at), None)
+        got = subject.host(subject.heads(name, array, (at,)))[0]
         off = float(np.linalg.norm(got - right[name]) / (np.linalg.norm(right[name]) or 1.0))
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"lse: its gradient {name} is off by {off:.1e}, {allowed:.1e} allowed (head {index})")
@@ -227,16 +226,13 @@ def _check_gradient(subject: Subject, call: Call) -> None:
 def _head_of(subject: Subject, at: tuple[int, int]) -> tuple[reference.Head, np.ndarray]:
     """Return a head of the first input set and its dO, in float64."""
     group, inputs = subject.workload.group, subject.draws.input_set(0)
-    q, k, v, dout = (
-        subject.framework.numpy(by_head(x, "bshd", members, (at,))).astype(np.float64)[0]
-        for x, members in zip(inputs, (group, 1, 1, group))
-    )
+    q, k, v, dout = (subject.host(by_head(x, "bshd", n, (at,)))[0] for x, n in zip(inputs, (group, 1, 1, group)))
     return reference.Head(q, k[0], v[0], *at), dout
 
 
 def _lse(subject: Subject, array: Array) -> np.ndarray:
     """Return the LSE as float64, [b, t, h] or [b, h, t] by the layout."""
-    return subject.framework.numpy(array[..., -1]).astype(np.float64)
+    return subject.host(array[..., -1])
 
 
 def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> None:
@@ -269,7 +265,7 @@ def check_partial_form(examination: Examination) -> tuple[str, ...]:
     head, dout1 = _head_of(subject, at)
     right = reference.forward_rows(w, head, rows, np, np.float64)
     out, lse = forward(q, k, v)
-    mine, mine_lse = (fw.numpy(x).astype(np.float64) for x in (out, lse))
+    mine, mine_lse = (subject.host(x) for x in (out, lse))
     off = relative_error([mine[batch, :, members].transpose(1, 0, 2)], [right.out])
     if not off <= SLACK * relative:
         raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
@@ -289,8 +285,8 @@ def check_partial_form(examination: Examination) -> tuple[str, ...]:
     sees = np.isfinite(mine_lse).transpose(0, 2, 1)[..., None]
     out = fw.array(np.where(sees, own * mine + (1 - own) * mean, 0.0), w.dtype, subject.device)
     lse = fw.array(mine_lse - np.log(share), str(lse.dtype).rpartition(".")[2], subject.device)
-    gradients = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
-    whole = fw.numpy(out).astype(np.float64)[batch, :, members].transpose(1, 0, 2)
+    gradients = [subject.host(x) for x in backward(q, k, v, out, lse, dout)]
+    whole = subject.host(out)[batch, :, members].transpose(1, 0, 2)
     lives = np.isfinite(right.lse)
     ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
     exact = _gradients(subject, head, dout1, whole, ratio)

@@ -12,7 +12,7 @@ import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
 from attnbench.spec import Array, Call, Errors, Layout, Partial, VerifiedAt, Workload
-from attnbench.verifying.draws import Draws
+from attnbench.verifying.draws import Draws, Heads, by_head
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, Limits
 
 LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
@@ -71,7 +71,7 @@ class Subject:
     def members(self, name: str, at: tuple[int, int]) -> slice:
         """Return the heads of an output that belong to a pair of batch row and key/value head: a group of query heads,
         or the one head of a gradient of K or V."""
-        count = 1 if name in ("dk", "dv") else self.workload.group
+        count = self.workload.group if name in ("out", "dq") else 1
         return slice(at[1] * count, (at[1] + 1) * count)
 
     def place(self, name: str, at: tuple[int, int], member: int = 0) -> str:
@@ -80,19 +80,21 @@ class Subject:
         kind = "head" if name in ("out", "dq") else "key/value head"
         return f"batch {at[0]}, {kind} {self.members(name, at).start + member}"
 
-    def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
-        """Return [heads, rows, width] of one batch row as float64, from any layout."""
-        part = array[batch]
-        part = part[:, heads] if self.layout == "bshd" else part[heads]
-        values = self.framework.numpy(part).astype(np.float64)
-        values = values.transpose(1, 0, 2) if self.layout == "bshd" else values
-        return values if rows is None else values[:, rows]
+    def heads(self, name: str, array: Array, heads: Heads) -> Array:
+        """Return [n, members, tokens, width] of an output, as in `by_head`."""
+        return by_head(array, self.layout, self.workload.group if name in ("out", "dq") else 1, heads)
+
+    def host(self, array: Array) -> np.ndarray:
+        """Return a NumPy array of float64."""
+        return (array if isinstance(array, np.ndarray) else self.framework.numpy(array)).astype(np.float64)
 
     def sampled(self, name: str, array: Array) -> list[np.ndarray]:
         """Return rows [members, rows, width] of each head whose truth is known in float64."""
         heads, rows = self.draws.known(gradients=name != "out")
-        own = rows if name == "out" else None
-        return [self.head_rows(array, at[0], self.members(name, at), own) for at in heads]
+        if not heads:
+            return []
+        own = self.heads(name, array, heads)
+        return list(self.host(own[:, :, rows] if name == "out" else own))
 
     @property
     def wide(self) -> str:

@@ -24,16 +24,13 @@ from attnbench.verifying.input_transforms import CallInputs, Transform, Transfor
 from attnbench.verifying.invariants import OVERWRITES
 from attnbench.verifying.subject import Findings, Wrong
 from attnbench.verifying.tolerance import (
-    LARGE_ROW,
-    MISSING,
     SLACK,
-    SMALL_ROW,
-    ZERO_ROW,
     Apart,
     apart,
     first_over,
     rounded_terms,
     row_errors,
+    row_limits,
     spot,
     typical_row,
 )
@@ -328,11 +325,8 @@ class TimedChecks:
         limits = self._findings.limits(name, self._workload.dtype).widened(SLACK)
         off, size = (np.linalg.norm(x, axis=-1) for x in (got - right, right))
         typical = self._typical_row(name)
-        scale = np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
-        share = row_errors(off, size, least, self._workload.dtype, scale)
-        large = (size >= LARGE_ROW * typical) & np.isfinite(limits.row)
-        allowed = np.where(large, min(limits.row, MISSING), limits.row)
-        if differs := first_over(share, allowed):
+        share = row_errors(off, size, least, self._workload.dtype, typical)
+        if differs := first_over(share, row_limits(size, limits.row, typical)):
             member, index = differs.place
             head = f"head {at[1] * self._workload.group + member}" if name in COPIED else f"key/value head {at[1]}"
             raise _wrong(name, f"batch {at[0]}, {head}, row {rows[index]}", differs.share, differs.allowed)

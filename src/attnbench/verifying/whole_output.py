@@ -15,7 +15,7 @@ import numpy as np
 from attnbench.masks import Dense, Mask
 from attnbench.spec import Array, Errors
 from attnbench.verifying import probes
-from attnbench.verifying.draws import Heads, by_head
+from attnbench.verifying.draws import Heads
 from attnbench.verifying.subject import LONG_NAMES, Examination, Subject, Wrong
 from attnbench.verifying.tolerance import EPS, first_over, rounded_terms, row_errors, typical_row
 from attnbench.verifying.truths import Whole
@@ -138,13 +138,13 @@ def check_counted_pairs(examination: Examination) -> tuple[str, ...]:
         assert truth.grads is not None
         for (name, found), right in zip(shares.items(), truth.grads):
             mine = _heads(subject, outputs[name], name, heads)
-            right = host(subject, right) if isinstance(mine, np.ndarray) else right
+            right = subject.host(right) if isinstance(mine, np.ndarray) else right
             right = right if name == "dq" else right[:, None]
             xp = array_api_compat.array_namespace(mine)
             size = xp.abs(right)
             noise = xp.sqrt(2 * xp.mean(size * size, axis=-1, keepdims=True))
             allowed = PAIR_SHARE * weight + ulp * (PAIR_ULPS * size + PAIR_NOISE * noise)
-            found.append(host(subject, xp.max(xp.abs(mine - right) / allowed, axis=-1)))
+            found.append(subject.host(xp.max(xp.abs(mine - right) / allowed, axis=-1)))
     for name, found in shares.items():
         what, of = f"{LONG_NAMES[name]} (pairs counted)", " times what rounding explains"
         _require(subject, what, name, np.concatenate(found), 1.0, of)
@@ -199,11 +199,9 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
 
 def _heads(subject: Subject, array: Array, name: str, heads: Heads) -> Array:
     """Return [n, members, rows, width] of key/value heads: NumPy on a CPU and in float64, else on the device."""
-    members = subject.workload.group if name in ("out", "dq") else 1
-    part = by_head(array, subject.layout, members, heads)
-    if subject.device == "cpu" or subject.workload.dtype == "float64":
-        return host(subject, part)
-    return subject.framework.cast(part, "float32")
+    part = subject.heads(name, array, heads)
+    on_host = subject.device == "cpu" or subject.workload.dtype == "float64"
+    return subject.host(part) if on_host else subject.framework.cast(part, "float32")
 
 
 def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) -> tuple[np.ndarray, ...]:
@@ -217,12 +215,12 @@ def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) 
         least = terms.get(name)
         if name != "dq":
             right, least = right[:, None], None if least is None else least[:, None]
-    right = host(subject, right) if isinstance(mine, np.ndarray) else right
-    size, off = (host(subject, _row_norms(x)) for x in (right, mine - right))
+    right = subject.host(right) if isinstance(mine, np.ndarray) else right
+    size, off = (subject.host(_row_norms(x)) for x in (right, mine - right))
     if least is not None:
-        floor = rounded_terms(host(subject, least), subject.workload.dtype, right.shape[-1])
+        floor = rounded_terms(subject.host(least), subject.workload.dtype, right.shape[-1])
     elif name == "out" and inputs in COUNTED:
-        floor = host(subject, truth.top) * subject.workload.value_dim**0.5
+        floor = subject.host(truth.top) * subject.workload.value_dim**0.5
     else:
         floor = np.zeros_like(size)
     return size, off, floor if name == "out" else np.maximum(floor, _underflow(subject, name, inputs))
@@ -238,7 +236,7 @@ def _underflow(subject: Subject, name: str, inputs: str) -> float:
         "dk": (given.q, w.q_len * w.group, w.softmax_scale),
         "dv": (given.dout, w.q_len * w.group, 1.0),
     }[name]
-    values = host(subject, other).astype(np.float32)
+    values = subject.host(other).astype(np.float32)
     most = float(np.abs(values).max())
     size = most * float(np.sqrt(np.mean(np.square(values / most)))) if most else 0.0
     return UNDERFLOWS * SMALLEST[w.dtype] * other.shape[-1] ** 0.5 * (abs(scale) * size * terms**0.5 + 1)
@@ -247,11 +245,6 @@ def _underflow(subject: Subject, name: str, inputs: str) -> float:
 def _row_norms(array: Array) -> Array:
     xp = array_api_compat.array_namespace(array)
     return xp.sqrt(xp.sum(array * array, axis=-1))
-
-
-def host(subject: Subject, array: Array) -> np.ndarray:
-    """Return a result as a NumPy array of float64."""
-    return (array if isinstance(array, np.ndarray) else subject.framework.numpy(array)).astype(np.float64)
 
 
 def _require(
