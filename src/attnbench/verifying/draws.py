@@ -91,14 +91,6 @@ class Draws:
             self._sums.setdefault(layout, self._checksums(self._arrays[layout]))
         return self._arrays[layout]
 
-    def scaled(self, layout: Layout, scale: float) -> Inputs:
-        """Return the first input set with Q, K and V multiplied by a scale."""
-        return self._multiplied(self.inputs(layout)[0], scale)
-
-    def _multiplied(self, inputs: Inputs, scale: float) -> Inputs:
-        q, k, v = (self.framework.multiply(x, np.array(scale)) for x in (inputs.q, inputs.k, inputs.v))
-        return Inputs(q, k, v, inputs.dout)
-
     @cached_property
     def _canonical(self) -> list[Inputs]:
         drawn = [self._drawn(SETS * self.seed + n) for n in range(SETS)]
@@ -247,10 +239,13 @@ class Draws:
             self._gaps[which] = gaps, sizes
         return self._gaps[which]
 
-    def probe(self, name: str, layout: Layout) -> Inputs:
-        """Return the input set of attnbench.verifying.probes with that name."""
-        made = self._probe(name)
-        return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in made))
+    def probe(self, which: int | str, layout: Layout) -> Inputs:
+        """Return an input set, or the probe of that name, to call with.
+
+        Arrays that are kept for the truth are copied, so that a call that writes into its inputs changes no truth.
+        """
+        made = tuple(self.framework.transpose(x, "bshd", layout) for x in self.input_set(which))
+        return Inputs(*(self.framework.snapshot(made) if self.device == "cpu" and self.framework.overwrites else made))
 
     def _probe(self, name: str) -> Inputs:
         if self.device != "cpu":  # held only as long as it is used
@@ -262,7 +257,8 @@ class Draws:
     def _made_probe(self, name: str) -> Inputs:
         first = self._canonical[0]
         if name.startswith(SCALED):
-            return self._multiplied(first, float(name.removeprefix(SCALED)))
+            scale = np.array(float(name.removeprefix(SCALED)))
+            return Inputs(*(self.framework.multiply(x, scale) for x in first[:3]), first.dout)
         if name in ("counted", "shifted"):
             shifted = name == "shifted"
             return probes.counted(self.framework, self.device, self.workload, first, self.seed, shifted)
@@ -352,9 +348,8 @@ class Draws:
         w = self.workload
         low, high = np.zeros(w.q_len, np.int64), np.full(w.q_len, w.kv_len)
         for part in w.visible_mask.split():
-            if (interval := part.interval(w.mask_shape)) is not None:
-                low = np.maximum(low, np.clip(interval[0], 0, w.kv_len).min(axis=0))
-                high = np.minimum(high, np.clip(interval[1], 0, w.kv_len).max(axis=0))
+            if (runs := part.runs(w.mask_shape)) is not None:
+                low, high = np.maximum(low, runs[0].min(axis=0)), np.minimum(high, runs[1].max(axis=0))
         return low, np.maximum(low, high)
 
     @property

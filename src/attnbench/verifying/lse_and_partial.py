@@ -153,10 +153,10 @@ def _check_large(subject: Subject, joined: Joined) -> None:
     """Check output and LSE on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
     draws, w = subject.draws, subject.workload
     for scale in COMPARED:
-        inputs = draws.scaled(subject.layout, scale)
+        inputs = draws.probe(name := f"{SCALED}{scale:g}", subject.layout)
         if all(subject.framework.is_finite(x) for x in inputs):
             array = joined(inputs)
-            _require_large(subject, array, f"{SCALED}{scale:g}", f"inputs scaled by {scale:g}")
+            _require_large(subject, array, name, f"inputs scaled by {scale:g}")
             require_right(subject, scale, {"out": subject.framework.cast(array[..., :-1], w.dtype)})
     if w.pass_ == "forward":
         _require_large(

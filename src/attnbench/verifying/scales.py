@@ -50,7 +50,7 @@ def check_magnitudes(examination: Examination) -> tuple[str, ...]:
         _check_powers(subject, examination.outputs, examination.limits)
     tried: list[str] = []
     for scale in SCALES if examination.thorough else COMPARED:
-        inputs = subject.draws.scaled(subject.layout, scale)
+        inputs = subject.draws.probe(f"{SCALED}{scale:g}", subject.layout)
         if all(fw.is_finite(x) for x in inputs):
             outputs = subject.outputs(inputs)
             _require_finite(subject, outputs, f"inputs scaled by {scale:g}")
@@ -171,23 +171,22 @@ def check_scale_and_softcap(examination: Examination) -> tuple[str, ...]:
     rows = len(draws.sample.heads) * min(w.group * len(draws.sample.rows), w.kv_len)
     if rows < ENOUGH_ROWS or w.inputs != "normal":
         more = min(MOST_SETS, -(-ENOUGH_ROWS // rows))
-        sets: Sets = {which: _sampled_outputs(subject, which) for which in range(SETS, SETS + more)}
+        sets: Sets = {which: _sampled(subject, subject.outputs(which)) for which in range(SETS, SETS + more)}
     else:
-        sets = {0: {name: subject.sampled(name, array) for name, array in outputs.items()}}
+        sets = {0: _sampled(subject, outputs)}
     names = [name for name in outputs if name == "out" or draws.gradient_heads]
     for parameter, (value, off) in asked.items():
         for name in names if value else ():
             _require_estimate(subject, name, parameter, value, off, sets)
     if w.softcap is not None and (gradients := [name for name in names if name != "out"]):
-        pointed: Sets = {"pointed": _sampled_outputs(subject, "pointed")}
+        pointed: Sets = {"pointed": _sampled(subject, subject.outputs("pointed"))}
         for name in gradients:
             _require_estimate(subject, name, "softcap", w.softcap, CAP_OFF, pointed)
     return ()
 
 
-def _sampled_outputs(subject: Subject, which: int | str) -> dict[str, Sequence[np.ndarray]]:
-    inputs = Inputs(*(subject.framework.transpose(x, "bshd", subject.layout) for x in subject.draws.input_set(which)))
-    return {name: subject.sampled(name, array) for name, array in subject.outputs(inputs).items()}
+def _sampled(subject: Subject, outputs: Mapping[str, Array]) -> Mapping[str, Sequence[np.ndarray]]:
+    return {name: subject.sampled(name, array) for name, array in outputs.items()}
 
 
 def _require_estimate(subject: Subject, name: str, parameter: str, value: float, off: float, sets: Sets) -> None:

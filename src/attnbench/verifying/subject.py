@@ -51,9 +51,10 @@ class Subject:
         """Drawn input sets in the subject's layout."""
         return self.draws.inputs(self.layout)
 
-    def outputs(self, inputs: Inputs | str) -> dict[str, Array]:
-        """Return the finished outputs of one untimed call by name, on inputs or on the probe of that name."""
-        arrays = run(self.programs.main, self.draws.probe(inputs, self.layout) if isinstance(inputs, str) else inputs)
+    def outputs(self, inputs: Inputs | int | str) -> dict[str, Array]:
+        """Return the finished outputs of one untimed call by name; inputs may be named as in `Draws.input_set`."""
+        given = inputs if isinstance(inputs, Inputs) else self.draws.probe(inputs, self.layout)
+        arrays = run(self.programs.main, given)
         self.framework.wait(arrays)
         return self.named(arrays)
 

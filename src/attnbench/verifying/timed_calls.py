@@ -354,7 +354,8 @@ class TimedChecks:
         """
         w, outputs, of = self._workload, held.outputs, held.transform
         keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
-        seen = _rows_that_see(w, at[0])
+        runs = w.visible_mask.runs(w.mask_shape)
+        seen = None if runs is None else np.broadcast_to(runs[1] > runs[0], (w.batch, w.q_len))[at[0]]
         for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
             k, v = self._keys_and_values(held, box)
@@ -446,16 +447,6 @@ class _Sum:
 def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:
     step = max(1, BLOCK_VALUES // width)
     return (Box(*at, row, min(step, tokens - row)) for row in range(0, tokens, step))
-
-
-def _rows_that_see(workload: Workload, batch: int) -> np.ndarray | None:
-    """Return whether each query of a batch row sees a key; None if the mask is not a run of keys per query."""
-    interval = workload.visible_mask.interval(workload.mask_shape)
-    if interval is None:
-        return None
-    low, high = (np.clip(edge, 0, workload.kv_len) for edge in interval)
-    sees = np.broadcast_to(high > low, (workload.batch, workload.q_len))
-    return sees[batch]
 
 
 def _wrong(name: str, where: str, share: float, allowed: float) -> Wrong:

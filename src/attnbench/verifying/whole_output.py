@@ -230,7 +230,7 @@ def _underflow(subject: Subject, name: str, inputs: str) -> float:
     """Return what a row of a gradient may lose because a dtype has no smaller numbers: each weight of the sum that the
     row is, and each element of the row itself, is a multiple of the smallest one."""
     w, draws = subject.workload, subject.draws
-    given = draws.input_set(0) if inputs == "first" else draws.probe(inputs, "bshd")
+    given = draws.input_set(0 if inputs == "first" else inputs)
     other, terms, scale = {
         "dq": (given.k, w.kv_len, w.softmax_scale),
         "dk": (given.q, w.q_len * w.group, w.softmax_scale),
