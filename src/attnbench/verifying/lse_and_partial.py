@@ -1,22 +1,28 @@
 """Checks of the call that returns the LSE too, and of the partial form, of which attention over parts of a whole is
-built.
+built; and the quality of sparse attention, which LSEs tell.
 
 The call with the LSE is another call: its output must be the verified one, and its LSE right on every input set, for
 large logits of either sign, at other places, and after other values were written where its inputs lay; so must its
 gradient if there is one. The output and LSE of the partial form are compared with the truth, and its gradients if
 output and LSE are those of a larger whole.
+
+Sparse attention is compared with dense attention in two cases. A mask with a `blocks` part defines what is dropped: it
+is compared with the same mask without that part, on the sampled rows, in float64. An approximate implementation that
+selects keys reports its selection, and exp(its LSE - the true one) is the share of a row's attention mass that the kept
+keys have, the recall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import array_api_compat
 import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Inputs
-from attnbench.spec import DTYPE_BYTES, Array, Call
+from attnbench.masks.cuts import block_layout
+from attnbench.spec import DTYPE_BYTES, Array, Call, Config, Errors, Implementation
 from attnbench.verifying import probes
 from attnbench.verifying.draws import SCALED, by_head
 from attnbench.verifying.invariants import draw_places, moved_inputs, on_overwritten_inputs
@@ -83,11 +89,6 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
 def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
     """Return the LSE [g, rows] of each sampled head from an array with output and LSE side by side."""
     return [rows[..., 0] for rows in subject.sampled("out", array[..., -1:])]
-
-
-def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
-    """Return the LSE [g, rows] of each sampled head by a call that returns (out, lse), on the first input set."""
-    return sampled(subject, _program(subject, call)(subject.inputs[0]))
 
 
 def _joined(subject: Subject, call: Call) -> Call:
@@ -313,3 +314,40 @@ def _gradients(
     dq = part.dq + weight * reference.forward_rows(w, keys, rows, np, np.float64).out
     dk = part.dk + reference.backward_rows(w, keys, weight * head.q, rows, np, np.float64).dv
     return dq, dk[None], part.dv[None]
+
+
+def quality_of(subject: Subject, implementation: Implementation, config: Config, errors: Errors) -> dict[str, float]:
+    """Return sparsity, recall of attention mass and error of the output by name; nothing if no block or key is dropped.
+
+    Raises Wrong below a declared recall.
+    """
+    if subject.workload.pass_ == "backward":
+        return {}
+    chosen = implementation.quality(subject.workload, config)
+    if chosen is None:
+        if (dense := subject.draws.without_blocks) is None:
+            return {}
+        layout = block_layout(subject.workload.visible_mask, subject.workload.mask_shape)
+        sparsity = {} if layout is None else {"sparsity": layout.sparsity}
+        kept, whole = subject.draws.truths(0, gradients=False), dense.truths(0, gradients=False)
+        recall = _recall([truth.lse for truth in kept], [truth.lse for truth in whole])
+        error = relative_error([truth.out for truth in kept], [truth.out for truth in whole])
+        return {**sparsity, "recall": recall, "output_error": error}
+    figures = chosen(*subject.inputs[0][:3])
+    if errors.forward is not None:
+        figures["output_error"] = errors.forward
+    if subject.lse is not None:
+        truths = subject.draws.truths(0, gradients=False)
+        mine = sampled(subject, _program(subject, subject.lse)(subject.inputs[0]))
+        figures["recall"] = _recall(mine, [truth.lse for truth in truths])
+    least = implementation.declared_recall
+    if least is not None and not figures.get("recall", 0.0) >= least:
+        raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")
+    return figures
+
+
+def _recall(kept: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> float:
+    """Return the mean share of attention mass that is kept, over rows that see a key in the whole."""
+    part, everything = (np.concatenate([lse.ravel() for lse in lses]) for lses in (kept, whole))
+    seen = np.isfinite(everything)
+    return float(np.exp(part[seen] - everything[seen]).mean()) if seen.any() else 1.0
