@@ -195,7 +195,7 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
     draws, gradients = subject.draws, name != "out"
     errors, usual, slopes = [], [], []
     for which, outputs in sets.items():
-        found = draws.shifted(which, gradients, STEP, **{parameter: value})
+        found = draws.shifted(which, gradients, STEP, parameter, value)
         for got, truth, slope in zip(outputs[name], draws.truths(which, gradients), found):
             exact = truth.exact(name)
             errors.append(got - exact)

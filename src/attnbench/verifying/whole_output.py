@@ -183,7 +183,7 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
     """Return the norms of all covered rows of each output that has some."""
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
     backward = [name for name in outputs if name != "out"]
-    together = not backward or subject.draws.covered(True) == subject.draws.covered(False)
+    together = not backward or subject.draws.covered(True) is subject.draws.covered(False)
     passes = [(bool(backward), list(outputs))] if together else [(False, ["out"]), (True, backward)]
     for gradients, names in passes:
         sample = subject.draws.covered(gradients)
