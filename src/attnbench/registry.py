@@ -26,8 +26,7 @@ OURS = "attnbench"
 
 
 def is_reference(what: Any) -> bool:
-    """Return whether a text points into a file or module (`file.py:function`, `package.module:function`), not the
-    registry."""
+    """Return whether a text points into a file or module (`file.py:function`, `package.module:function`)."""
     return isinstance(what, str) and ":" in what
 
 
@@ -122,8 +121,7 @@ def _check_setting(name: str, key: str) -> None:
 
 
 def loadable() -> tuple[list[str], dict[str, str]]:
-    """Return the names that load, and those that do not with the reason: a broken third-party package stops nobody
-    else's run."""
+    """Return the names that load, and those that do not with the reason, so that a broken package stops no other."""
     good, broken = [], {}
     for name in names():
         try:
@@ -134,8 +132,7 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 
 
 def origin(name: str) -> str:
-    """Return the distribution that brings an implementation; HERE if it was registered by hand, whatever its name
-    is."""
+    """Return the distribution that brings an implementation; HERE if it was registered by hand under whatever name."""
     point = _point(name)
     return HERE if point is None or point.dist is None else point.dist.name
 
@@ -169,8 +166,7 @@ class Function(Implementation):
 
 
 def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "torch") -> Implementation:
-    """Return the Implementation for a name, `file.py:function`, `package.module:function`, a function or an
-    Implementation."""
+    """Return the Implementation for a name, `file.py:function`, `package.module:function`, a function or itself."""
     if isinstance(what, Implementation):
         return what
     if isinstance(what, str):

@@ -288,8 +288,7 @@ class Implementation(ABC):
     step: str = ""
     """Step that is computed (attnbench.steps); empty for attention alone."""
     process: str = ""
-    """Name of the worker; cells with the same (framework, process) share it, so a library that affects its whole
-    process names its own."""
+    """Name of the worker, shared by cells of one (framework, process); a library that affects its process sets it."""
     expects: tuple[str, ...] = ()
     """Regular expressions of operators or kernels, one of which must appear in a profile as proof of the path."""
     forbids: tuple[str, ...] = ()
@@ -333,8 +332,7 @@ class Implementation(ABC):
         return self.configs(workload)
 
     def configured(self, config: Config) -> Implementation:
-        """Return the implementation with these settings; a new object if they change what is supported, stored or
-        proved."""
+        """Return the implementation with these settings, a new object if they change support, memory or proofs."""
         return self
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
@@ -349,8 +347,7 @@ class Implementation(ABC):
         """
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None if there is no
-        LSE."""
+        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None without LSE."""
         return None
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:

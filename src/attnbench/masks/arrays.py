@@ -82,8 +82,7 @@ def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, n
 
 
 class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
-    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of
-    `mask_ar`."""
+    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, its ids the running sum of `mask_ar`."""
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         query, key = self._lookups(shape, namespace)

@@ -185,13 +185,11 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         raise NotImplementedError
 
     def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
-        """Return a function `(b, h, q, kv) -> float` that is added to visible logits; None if the mask is
-        unweighted."""
+        """Return a function `(b, h, q, kv) -> float` that is added to visible logits; None for an unweighted mask."""
         return None
 
     def interval(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
-        """Return first and end of the visible keys of each row ([b or 1, q]); None unless every row sees one run of
-        keys."""
+        """Return first and end of each row's visible keys ([b or 1, q]); None unless every row sees one run of keys."""
         return None
 
     def key_filter(self, shape: MaskShape) -> Bool[np.ndarray, "b kv"] | None:

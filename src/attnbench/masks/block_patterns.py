@@ -83,8 +83,7 @@ def block_pattern(
     causal: bool = False,
     seed: int = 0,
 ) -> Bool[np.ndarray, "h q kv"]:
-    """Return the kept blocks. `random` draws every head anew (axis 0 is shape.heads); other patterns have one plane for
-    all heads."""
+    """Return the kept blocks; `random` draws every head anew (axis 0 is shape.heads), others have one plane for all."""
     if pattern not in PATTERNS:
         raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.masks.block_patterns")
     check_sparsity(sparsity)

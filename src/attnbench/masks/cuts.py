@@ -128,8 +128,7 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[MaskPiece] | str:
 
 
 def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[tuple[int, int, Shape]] | None:
-    """Return runs of rows that see the same keys; with `growing` also rows of which each sees one key more than the
-    last."""
+    """Return runs of rows that see the same keys; if `growing`, also of rows that see one key more each."""
     steps: dict[Shape, int] = {"full": 0, "causal": 1} if growing else {"full": 0}
     ends = {
         kind: np.append(np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != step)) + 1, len(low))

@@ -230,8 +230,7 @@ class Dilated(Mask, frozen=True, tag="dilated"):
         return total * shape.batch
 
     def _meeting_in_all(self, branches: tuple[int, ...], offsets: tuple[int, ...], below: np.ndarray) -> int:
-        """Return the number of pairs of a head with these offsets that meet in all of the branches, the sparsest
-        first."""
+        """Return how many pairs of a head with these offsets meet in all of the branches, the sparsest first."""
         rows = np.arange(len(below))
         low, high, first, step = np.zeros_like(rows), below.astype(np.int64), np.zeros_like(rows), 1
         for branch, offset in zip(branches, offsets):

@@ -41,8 +41,7 @@ _ALIGNMENTS = ("bottom-right", "top-left")
 
 
 def parse_mask(text: str, shape: MaskShape) -> AnyMask:
-    """Return the mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, fitted to the
-    shape."""
+    """Return the mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, for the shape."""
     mask = reduce(and_, [_parse_part(part.strip(), shape) for part in text.split("&")])
     mask.check(shape)
     return mask  # pyright: ignore[reportReturnType]  (every concrete Mask is in the union)

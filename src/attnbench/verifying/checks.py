@@ -196,8 +196,7 @@ def _comparable(subject: Subject, names: Iterable[str]) -> list[str]:
 
 
 def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
-    """Return the outputs of one call; raises Wrong unless they are finished arrays of the right kind and the inputs are
-    unchanged."""
+    """Return the outputs of one call; raises Wrong if they are unfinished or of a wrong kind, or inputs changed."""
     fw, w = subject.framework, subject.workload
     before = fw.snapshot(tuple(inputs))
     output = run(subject.programs.main, inputs)

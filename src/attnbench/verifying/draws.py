@@ -209,8 +209,7 @@ class Draws:
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
     def known(self, gradients: bool) -> tuple[Heads, np.ndarray]:
-        """Return the heads and query rows whose truth is computed in float64: sampled ones, or whole heads for
-        gradients."""
+        """Return the heads and query rows with a truth in float64: sampled ones, or whole heads for gradients."""
         if gradients:
             return self.gradient_heads, np.arange(self.workload.q_len)
         return self.sample.heads, self.sample.rows
@@ -328,8 +327,7 @@ class Draws:
     def shifted(
         self, which: int | str, gradients: bool, step: float, parameter: str, value: float
     ) -> list[tuple[np.ndarray, ...]]:
-        """Return the derivative of each sampled head's exact (out, dq, dk, dv) with respect to the logarithm of a
-        parameter of the workload (scale or softcap)."""
+        """Return the derivatives of sampled heads' exact (out, dq, dk, dv) by the logarithm of scale or softcap."""
         other = msgspec.structs.replace(self.workload, **{parameter: (1 + step) * value})
         heads, rows = self.known(gradients)
 
@@ -344,8 +342,7 @@ class Draws:
 
     @cached_property
     def reach(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and one-past-last key that a query row may see in any batch row, [q_len] each, by the parts of the mask
-        that leave a row one run of keys."""
+        """First and end of the keys that a row sees in any batch row by parts of the mask with runs, [q_len] each."""
         w = self.workload
         low, high = np.zeros(w.q_len, np.int64), np.full(w.q_len, w.kv_len)
         for part in w.visible_mask.split():
@@ -443,8 +440,7 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
 
 
 def _repeated(chunks: list[Heads], own: Heads, found: list[Whole]) -> Iterator[tuple[Heads, Whole]]:
-    """Yield the heads of each piece with their right results, given the results of the different heads of `own`
-    only."""
+    """Yield the heads of each piece with their right results, from those of the different heads of `own`."""
     places = {head: n for n, head in enumerate(dict.fromkeys(own))}
     index = np.array([places[head] for head in own])
 

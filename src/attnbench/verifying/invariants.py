@@ -94,8 +94,7 @@ def moved_inputs(subject: Subject, places: Places) -> Inputs:
 
 
 def _head_apart(subject: Subject, name: str, want: Array, got: Array, bound: float) -> tuple[int, int, float] | None:
-    """Return (batch, head, share) of the first head that is off by more than this share and than rounding of terms
-    that cancel; None if there is none."""
+    """Return (batch, head, share) of the first head that is off by more than this share and rounding; or None."""
     fw = subject.framework
     if fw.same_bits(want, got):
         return None
@@ -283,8 +282,7 @@ def check_unseen_key(examination: Examination) -> tuple[str, ...]:
 
 
 def check_hidden_nan(examination: Examination) -> tuple[str, ...]:
-    """Note `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; nothing if
-    every key is seen."""
+    """Note whether a NaN key and value stay `contained`, so that rows that do not see them are finite, or `leaks`."""
     subject = examination.subject
     if subject.workload.pass_ != "backward" and (hidden := _first_hidden(subject)) is not None:
         batch, key, rows = hidden

@@ -116,8 +116,7 @@ def _signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _sizes(w: Workload) -> tuple[int, int]:
-    """Return (ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 **
-    power."""
+    """Return (ratio, power): the kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
     target = min(LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap, _largest_logit(w))
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
     ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
@@ -170,8 +169,7 @@ def _steep_power(w: Workload) -> int:
 
 
 def counted_pairs(framework: Framework, device: str, workload: Workload, reach: np.ndarray, seed: int) -> Inputs:
-    """Draw the input set, bshd, of a workload with a head_dim of at least 2. `reach` [q_len] bounds how many keys each
-    row sees."""
+    """Draw the input set, bshd, for a head_dim of at least 2. `reach` [q_len] bounds how many keys each row sees."""
     w, rng = workload, np.random.default_rng([seed, 14])
 
     def put(values: np.ndarray) -> Any:
@@ -254,8 +252,7 @@ def zeros(framework: Framework, workload: Workload, normal: Inputs, seed: int) -
 
 
 def pointed_logit(w: Workload) -> float:
-    """Return the logit of keys that a query points at: all other keys together weigh less, as far as head_dim
-    allows."""
+    """Return the logit of keys that a query points at: all others together weigh less, as far as head_dim allows."""
     need, room = log(w.kv_len) + 3, w.head_dim / 2
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))

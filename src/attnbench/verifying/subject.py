@@ -76,8 +76,7 @@ class Subject:
         return slice(at[1] * count, (at[1] + 1) * count)
 
     def place(self, name: str, at: tuple[int, int], member: int = 0) -> str:
-        """Return words for a head of an output, the member-th that belongs to a pair of batch row and key/value
-        head."""
+        """Return words for a head of an output, the member-th of a pair of batch row and key/value head."""
         kind = "head" if name in ("out", "dq") else "key/value head"
         return f"batch {at[0]}, {kind} {self.members(name, at).start + member}"
 

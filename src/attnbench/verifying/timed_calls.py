@@ -267,8 +267,7 @@ class TimedChecks:
     def _truth(
         self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
     ) -> dict[str, tuple[np.ndarray, np.ndarray | float]]:
-        """Return output and dQ [g, rows, width] of queries [g, rows, d] at these rows, each with what rounding may
-        leave in its rows."""
+        """Return output and dQ [g, rows, width] of queries [g, rows, d], and what rounding may leave in each row."""
         w, whole = self._workload, Box(*at, 0, self._workload.kv_len)
         k, v = (self.boxes.cut(x, whole, of_keys=True) for x in (self._sets[which].k, self._sets[which].v))
         namespace, wide = self._namespace, self._float64
@@ -387,8 +386,7 @@ class TimedChecks:
         return self._wide(k), self._wide(v)
 
     def _wants_keys(self, main: bool) -> bool:
-        """Return whether a visit's gradients of K and V are compared with the reference: the first time, then at
-        random."""
+        """Return whether a visit's gradients of K and V are compared with the reference: first, then at random."""
         w, faster = self._workload, 1 if self._on_host else DEVICE_FASTER
         pairs = w.q_len * w.group * w.kv_len
         if pairs > MOST_KEY_PAIRS * faster:

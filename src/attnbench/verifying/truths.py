@@ -109,8 +109,7 @@ Kind = TypeVar("Kind", Truth, Whole)
 
 
 class Shelf:
-    """A folder of right results that the workers of one workload share; without a folder each worker computes its
-    own."""
+    """A folder of right results that the workers of a workload share; without one each worker computes its own."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder

@@ -114,8 +114,7 @@ def _require_keys(subject: Subject, rows: RowNorms, what: str) -> None:
 
 
 def weights_differ(mask: Mask) -> bool:
-    """Return whether additive arrays in a mask may make one key weigh more than ALIKE_WEIGHTS times as much as
-    another."""
+    """Return whether additive arrays may make a key weigh more than ALIKE_WEIGHTS times as much as another."""
     dense = [part.values.array for part in mask.split() if isinstance(part, Dense) and part.weighted]
     finite = [values[np.isfinite(values)] for values in dense]
     return sum(float(np.ptp(values)) for values in finite if values.size) > log(ALIKE_WEIGHTS)

@@ -31,8 +31,7 @@ def _edge(tag: str, **fields: Any) -> list[Workload]:
 
 
 def _edge_shapes() -> list[Workload]:
-    """Return sizes, groups of heads, precisions, and q_len != kv_len in both alignments; with more queries than keys,
-    bottom-right rows see nothing."""
+    """Return sizes, groups of heads, precisions, and q_len != kv_len in both alignments, with rows that see nothing."""
     aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
     return [
         *_edge("one query", q_len=1, kv_len=64),
@@ -114,8 +113,7 @@ def _edge_logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Return small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; pi0's
-    steps."""
+    """Return small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; pi0."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
@@ -179,8 +177,7 @@ SPARSITY = 0.75
 
 
 def regression() -> list[Workload]:
-    """Return dense, causal, grouped, windowed, prefixed, decoding, dilated and block-sparse problems, and steps with
-    them."""
+    """Return dense, causal, grouped, windowed, prefixed, decoding, dilated and block-sparse problems, and steps."""
     shape = {"batch": 1, "q_len": 256, "heads": 4, "head_dim": 64}
     step = shape | {"head_dim": 32}
     place = MaskShape(1, 4, 256, 256)
@@ -218,8 +215,7 @@ def quick() -> list[Workload]:
 
 
 def ci() -> list[Workload]:
-    """Return the workloads that a gate measures in every change: a forward pass, a masked one, a training and a
-    decoding step."""
+    """Return what a gate measures in every change: a forward pass, a masked one, a training and a decoding step."""
     shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
     return [
         *grid(**shape, mask=["full", "causal"]),
@@ -280,8 +276,7 @@ PAPER_DILATION = "dilated:2048r1+4096r2+8192r4+16384r6+32768r12"
 
 
 def dilated() -> list[Workload]:
-    """Return LongNet's configuration at 2k to 1M tokens; wide heads, grouped heads and both directions at a few
-    lengths."""
+    """Return LongNet's configuration at 2k to 1M tokens, at a few lengths with grouped heads and in both directions."""
     source = "LongNet (arXiv 2307.02486): w = 2048-32768, r = 1-12, 12 heads"
     shape = {"batch": 1, "dtype": "bfloat16", "pass_": PASSES, "source": source}
     tokens, few = [2 * K, 8 * K, 32 * K, 128 * K, 512 * K, 1024 * K], [32 * K, 128 * K]

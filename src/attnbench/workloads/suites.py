@@ -60,8 +60,7 @@ HEADS = 8
 
 
 def shrink(workload: Workload) -> Workload:
-    """Return the workload with at most 512 tokens (4096 cached keys for few queries), batch 2 and 8 heads in the same
-    grouping."""
+    """Return the workload with at most 512 tokens (4096 cached keys), batch 2, and 8 heads in the same grouping."""
     w = workload
     q_len, kv_len, longest = w.q_len, w.kv_len, max(w.q_len, w.kv_len)
     if q_len <= TOKENS and q_len < kv_len:
