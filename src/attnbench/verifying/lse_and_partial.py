@@ -22,7 +22,7 @@ import numpy as np
 from attnbench import reference
 from attnbench.frameworks import Inputs
 from attnbench.masks.cuts import block_layout
-from attnbench.spec import DTYPE_BYTES, Array, Call, Config, Errors, Implementation
+from attnbench.spec import DTYPE_BYTES, Array, Call, Config, Errors, Implementation, Workload
 from attnbench.verifying import probes
 from attnbench.verifying.draws import SCALED, by_head
 from attnbench.verifying.invariants import draw_places, moved_inputs, on_overwritten_inputs
@@ -192,8 +192,7 @@ def _check_steep(subject: Subject, joined: Joined) -> None:
 def _check_gradient(subject: Subject, call: Call) -> None:
     """Compare the gradients of a weighted sum of the LSE with the truth, in one head.
 
-    dS is P dLSE, so that dQ is an attention over K, and dK has the form of dV. Nothing is checked if there is a soft
-    cap, or if a head is too large.
+    Nothing is checked if there is a soft cap, or if a head is too large.
     """
     draws, w, fw = subject.draws, subject.workload, subject.framework
     if w.softcap is not None or not draws.gradient_heads or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
@@ -208,20 +207,23 @@ def _check_gradient(subject: Subject, call: Call) -> None:
     outputs = run(fw.programs(_joined(subject, call), "backward", inputs).main, inputs)
     fw.wait(outputs)
     batch, index = at = draws.gradient_heads[int(rng.integers(len(draws.gradient_heads)))]
-    head, _ = _head_of(subject, at)
-    head, rows = head._replace(v=head.k), np.arange(w.q_len)
-    found = reference.forward_rows(w, head, rows, np, np.float64)
     own = weights[batch, :, subject.members("dq", at)].T[..., None]
-    own = np.where(np.isfinite(found.lse)[..., None], own * w.softmax_scale, 0.0)
-    right = {
-        "dq": found.out * own,
-        "dk": reference.backward_rows(w, head, own * head.q, rows, np, np.float64).dv[None],
-    }
-    for name, array in zip(("dq", "dk"), outputs):
+    exact = _gradients_of_lse(w, _head_of(subject, at)[0], own)
+    for name, array, right in zip(("dq", "dk"), outputs, exact):
         got = subject.host(subject.heads(name, array, (at,)))[0]
-        off = float(np.linalg.norm(got - right[name]) / (np.linalg.norm(right[name]) or 1.0))
+        off = float(np.linalg.norm(got - right) / (np.linalg.norm(right) or 1.0))
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"lse: its gradient {name} is off by {off:.1e}, {allowed:.1e} allowed (head {index})")
+
+
+def _gradients_of_lse(w: Workload, head: reference.Head, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return dq and dk [heads, tokens, width] of the sum of a head's LSE times weights [g, q_len, 1].
+
+    dS is P times the weights, so that dQ is an attention over K, and dK has the form of dV.
+    """
+    keys, rows, weights = head._replace(v=head.k), np.arange(w.q_len), w.softmax_scale * weights
+    dq = weights * reference.forward_rows(w, keys, rows, np, np.float64).out
+    return dq, reference.backward_rows(w, keys, weights * head.q, rows, np, np.float64).dv[None]
 
 
 def _head_of(subject: Subject, at: tuple[int, int]) -> tuple[reference.Head, np.ndarray]:
@@ -309,11 +311,8 @@ def _gradients(
     w, rows = subject.workload, np.arange(subject.workload.q_len)
     own = reference.forward_rows(w, head, rows, np, np.float64).out
     part = reference.backward_rows(w, head, dout * ratio, rows, np, np.float64)
-    weight = w.softmax_scale * (ratio * ((own - whole) * dout).sum(-1, keepdims=True))
-    keys = head._replace(v=head.k)
-    dq = part.dq + weight * reference.forward_rows(w, keys, rows, np, np.float64).out
-    dk = part.dk + reference.backward_rows(w, keys, weight * head.q, rows, np, np.float64).dv
-    return dq, dk[None], part.dv[None]
+    dq, dk = _gradients_of_lse(w, head, ratio * ((own - whole) * dout).sum(-1, keepdims=True))
+    return part.dq + dq, part.dk[None] + dk, part.dv[None]
 
 
 def quality_of(subject: Subject, implementation: Implementation, config: Config, errors: Errors) -> dict[str, float]:

@@ -11,14 +11,11 @@ from attnbench import masks
 from attnbench.errors import BrokenFile, UnknownName
 from attnbench.masks import AnyMask, Mask, MaskShape
 from attnbench.masks.base import FrozenArray, freeze
-from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.catalogue import BUILTIN
 from attnbench.workloads.suite_file import Suite, read_suite
 
 STEP_HEAD_DIM = 32
-
-__all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
 
 
 def names() -> list[str]:
