@@ -20,7 +20,7 @@ from attnbench.frameworks import Framework, Inputs
 from attnbench.masks.cuts import split_blocks
 from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
 from attnbench.verifying import probes
-from attnbench.verifying.truths import DEVICE_BLOCK_PAIRS, Shelf, Truth, Whole, reached, results_of_heads
+from attnbench.verifying.truths import DEVICE_BLOCK_PAIRS, SharedResults, Truth, Whole, reached, results_of_heads
 from attnbench.workloads import inputs as drawing
 
 SETS = 2
@@ -75,7 +75,7 @@ class Draws:
         self, framework: Framework, device: str, workload: Workload, seed: int, shared: Path | None = None
     ) -> None:
         self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
-        self._shelf = Shelf(shared)
+        self._shared = SharedResults(shared)
         self._sums: dict[Layout, list[bytes]] = {}
         """Checksums of the arrays, from when they were made."""
         self._kept: dict[tuple[Any, ...], Any] = {}
@@ -220,7 +220,7 @@ class Draws:
 
     def _shared_truths(self, which: int | str, gradients: bool) -> list[Truth]:
         (heads, rows), inputs = self.known(gradients), self.input_set(which)
-        return self._shelf.get(
+        return self._shared.get(
             f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
             np.stack([self._first_values(inputs, head) for head in heads]),
             lambda: self._truths_of(inputs, heads, rows, gradients),
@@ -315,7 +315,7 @@ class Draws:
         if self.device == "cpu" and sample.heads:
             place = f"{self.device}-{self.seed}-{name}-{gradients}"
             proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
-            known = self._keep((place,), lambda: self._shelf.get(place, proof, lambda: list(found), Whole))
+            known = self._keep((place,), lambda: self._shared.get(place, proof, lambda: list(found), Whole))
             found = iter(known)
         yield from zip(chunks, found) if name != "steep" else _repeated(chunks, own, list(found))
 

@@ -108,7 +108,7 @@ def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
 Kind = TypeVar("Kind", Truth, Whole)
 
 
-class Shelf:
+class SharedResults:
     """A folder of right results that the workers of a workload share; without one each worker computes its own."""
 
     def __init__(self, folder: Path | None) -> None:
