@@ -118,13 +118,7 @@ def examine(
             held += check.run(examination)
     if not all(subject.framework.same_bits(old, now) for old, now in zip(before, kept)):
         raise Wrong(OVERWRITES)
-    errors = msgspec.structs.replace(
-        examination.found.errors,
-        lse=examination.lse,
-        stability=examination.stability,
-        properties=tuple(held),
-        hidden_nan=examination.hidden_nan,
-    )
+    errors = msgspec.structs.replace(examination.found.errors, properties=tuple(held), **examination.noted)
     return replace(examination.found, errors=errors)
 
 

@@ -287,7 +287,7 @@ def check_hidden_nan(examination: Examination) -> tuple[str, ...]:
     if subject.workload.pass_ != "backward" and (hidden := _first_hidden(subject)) is not None:
         batch, key, rows = hidden
         out = subject.row(_with_key(subject, batch, key, float("nan")), batch)[rows]
-        examination.hidden_nan = "contained" if np.isfinite(out).all() else "leaks"
+        examination.noted["hidden_nan"] = "contained" if np.isfinite(out).all() else "leaks"
     return ()
 
 

@@ -82,7 +82,7 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
     if subject.framework.overwrites:
         again = _lse(subject, on_overwritten_inputs(subject, joined))
         _require_same(again, _lse(subject, arrays[1]), bound, "after its inputs were overwritten in place")
-    examination.lse = worst.error
+    examination.noted["lse"] = worst.error
     return ()
 
 

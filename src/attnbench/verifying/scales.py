@@ -60,7 +60,7 @@ def check_magnitudes(examination: Examination) -> tuple[str, ...]:
     first = subject.inputs[0]
     q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
     _require_finite(subject, subject.outputs(first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
-    examination.stability = "scales " + ", ".join([*tried, "outlier"])
+    examination.noted["stability"] = "scales " + ", ".join([*tried, "outlier"])
     return ("exact under powers of two",) if exact else ()
 
 

@@ -6,7 +6,8 @@ An examination is a subject whose outputs are right, and what was found about it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -150,12 +151,8 @@ class Examination:
     """Function that returns the implementation's call for another workload, or None."""
     partial: Callable[[], Partial | None] | None
     """Function that returns the implementation's partial form, or None."""
-    lse: float | None = None
-    """Error of the LSE."""
-    stability: str = ""
-    """Scales of the inputs at which results are finite and right."""
-    hidden_nan: str = ""
-    """Reach of a NaN that the mask hides: contained or leaks."""
+    noted: dict[str, Any] = field(default_factory=dict)
+    """Fields of Errors that checks fill in: lse, stability, hidden_nan."""
 
     @property
     def outputs(self) -> dict[str, Array]:
