@@ -6,6 +6,7 @@ it is the reference, with 16- or 32-bit inputs it is the plain implementation wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
@@ -273,14 +274,19 @@ def attention(
     """Return the whole output and LSE in NumPy, in the precision of the inputs, without holding T x S."""
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    for head, heads, rows in _parts(workload, q, k, v):
+        part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
+        out[head.batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
+        lse[head.batch, heads, rows[0] : rows[-1] + 1] = part_lse
+    return out, lse
+
+
+def _parts(workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[Head, slice, np.ndarray]]:
+    """Yield every key/value head in blocks of query rows: the head, its query heads, and the rows."""
     for batch, index in np.ndindex(q.shape[0], k.shape[2]):
         head = head_of(q, k, v, batch, index)
-        heads = slice(index * workload.group, (index + 1) * workload.group)
         for rows in row_blocks(workload, np.arange(q.shape[1])):
-            part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
-            out[batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
-            lse[batch, heads, rows[0] : rows[-1] + 1] = part_lse
-    return out, lse
+            yield head, slice(index * workload.group, (index + 1) * workload.group), rows
 
 
 def attention_gradients(
@@ -288,13 +294,9 @@ def attention_gradients(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return dq, dk and dv in NumPy, bshd, in the precision of the inputs."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for batch, index in np.ndindex(q.shape[0], k.shape[2]):
-        head = head_of(q, k, v, batch, index)
-        heads = slice(index * workload.group, (index + 1) * workload.group)
-        own = dout[batch, :, heads].transpose(1, 0, 2)
-        for rows in row_blocks(workload, np.arange(q.shape[1])):
-            part = backward_rows(workload, head, own, rows, np, q.dtype)
-            dq[batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
-            dk[batch, :, index] += part.dk
-            dv[batch, :, index] += part.dv
+    for head, heads, rows in _parts(workload, q, k, v):
+        part = backward_rows(workload, head, dout[head.batch, :, heads].transpose(1, 0, 2), rows, np, q.dtype)
+        dq[head.batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
+        dk[head.batch, :, head.kv_head] += part.dk
+        dv[head.batch, :, head.kv_head] += part.dv
     return dq, dk, dv

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -30,13 +30,12 @@ HERE = "this process"
 
 
 def is_reference(what: Any) -> bool:
-    """Return whether a text points into a file or module (`file.py:function`, `package.module:function`), not the
-    registry."""
+    """Return whether a text points into a file or module (`file.py:function`, `package.module:function`)."""
     return isinstance(what, str) and ":" in what
 
 
 @cache
-def _entry_points() -> dict[str, Any]:
+def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -93,8 +92,7 @@ def get(name: str) -> Implementation:
     """Return the implementation with that name."""
     if name in _registered:
         return _registered[name]
-    point = _entry_points().get(name)
-    if point is None:
+    if (point := _point(name)) is None:
         raise UnknownName("implementation", name, names(), "attnbench list implementations")
     try:
         implementation = point.load()
@@ -143,8 +141,7 @@ def _check_setting(name: str, key: str) -> None:
 
 
 def loadable() -> tuple[list[str], dict[str, str]]:
-    """Return the names that load, and those that do not with the reason: a broken third-party package stops nobody
-    else's run."""
+    """Return the names that load, and those that do not with the reason, so that a broken package stops no other."""
     good, broken = [], {}
     for name in names():
         try:
@@ -155,16 +152,18 @@ def loadable() -> tuple[list[str], dict[str, str]]:
 
 
 def origin(name: str) -> str:
-    """Return the distribution that brings an implementation; HERE if it was registered by hand, whatever its name
-    is."""
-    point = None if name in _registered else _entry_points().get(name)
-    return point.dist.name if point is not None and point.dist is not None else HERE
+    """Return the distribution that brings an implementation; HERE if it was registered by hand under whatever name."""
+    point = _point(name)
+    return HERE if point is None or point.dist is None else point.dist.name
 
 
 def module_of(name: str) -> str:
     """Return the module that brings an implementation; empty text if it was registered by hand."""
-    point = None if name in _registered else _entry_points().get(name)
-    return "" if point is None else point.module
+    return "" if (point := _point(name)) is None else point.module
+
+
+def _point(name: str) -> EntryPoint | None:
+    return None if name in _registered else _entry_points().get(name)
 
 
 class Function(Implementation):
@@ -187,12 +186,11 @@ class Function(Implementation):
 
 
 def resolve(what: str | Callable[..., Any] | Implementation, framework: str = "torch") -> Implementation:
-    """Return the Implementation for a name, `file.py:function`, `package.module:function`, a function or an
-    Implementation."""
+    """Return the Implementation for a name, `file.py:function`, `package.module:function`, a function or itself."""
     if isinstance(what, Implementation):
         return what
     if isinstance(what, str):
-        if ":" not in what:
+        if not is_reference(what):
             return get(what)
         found = load_reference(what)
         return found if isinstance(found, Implementation) else Function(found, framework)

@@ -12,13 +12,13 @@ from msgspec import structs
 
 from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
+from attnbench.masks.text import parse_mask
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.run.launch import Listener, Request, check_seconds, launch
 from attnbench.run.machine import LIBRARY_PATIENCE_S
 from attnbench.run.pool import Pool
 from attnbench.run.user_functions import CannotSend
 from attnbench.spec import Implementation, Record, Workload
-from attnbench.workloads.suites import parse_mask
 
 Subject = str | Callable[..., Any] | Implementation
 BenchmarkType = Literal["inference", "training", "memory", "accuracy", "scaling"]

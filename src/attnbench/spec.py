@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import isfinite, isqrt
 from numbers import Real
-from operator import index
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from attnbench.errors import InvalidWorkload
-from attnbench.masks import LARGEST_SIZE, AnyMask, Full, Mask, MaskShape
+from attnbench.masks import AnyMask, Full, Mask, MaskShape
+from attnbench.masks.base import whole_number
 
 Pass = Literal["forward", "backward", "train"]
 Layout = Literal["bshd", "bhsd"]
@@ -124,12 +123,15 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
         extras |= {} if self.inputs == "normal" else {"inputs": self.inputs}
         return extras | ({"step": self.step} if self.step else {})
 
+    def _sizes(self, by: str) -> list[str]:
+        """Return tokens, heads and dims as text: one number if a pair is equal, else two and what is between them."""
+        pairs = (self.q_len, by, self.kv_len), (self.heads, ":", self.kv_heads), (self.head_dim, "/", self.value_dim)
+        return [f"{a}" if a == b else f"{a}{between}{b}" for a, between, b in pairs]
+
     @property
     def id(self) -> str:
         """Stable, readable text; the same from live arrays, a suite and a file."""
-        tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
-        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
-        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        tokens, heads, dims = self._sizes("x")
         parts = [f"b{self.batch}", f"t{tokens}", f"h{heads}", f"d{dims}", self.visible_mask.id, self.dtype, self.pass_]
         parts += [f"{name}={value}" for name, value in self.extras.items()]
         return "-".join(parts)
@@ -137,9 +139,7 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
     @property
     def title(self) -> str:
         """A single line for people."""
-        tokens = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
-        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
-        dims = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        tokens, heads, dims = self._sizes(" x ")
         extras = [f"{name} {value}" for name, value in self.extras.items()]
         sizes = f"{self.batch} x {tokens} tokens", f"{heads} heads of {dims}"
         return " · ".join([*sizes, self.visible_mask.title, self.dtype, self.pass_, *extras])
@@ -147,10 +147,11 @@ class Workload(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field=
 
 def _check_shape(w: Workload) -> None:
     for name in SIZES:
-        _check_size(w, name)
+        msgspec.structs.force_setattr(w, name, whole_number(getattr(w, name), name, least=1))
     if w.heads % w.kv_heads:
-        divisors = [str(n) for n in _divisors(w.heads)]
-        choices = ", ".join(divisors[:-1]) + f" or {divisors[-1]}" if len(divisors) > 1 else divisors[0]
+        small = [d for d in range(1, isqrt(w.heads) + 1) if w.heads % d == 0]
+        *others, last = sorted({*small, *(w.heads // d for d in small)})
+        choices = f"{', '.join(map(str, others))} or {last}" if others else f"{last}"
         raise InvalidWorkload(
             f"{w.heads} query heads cannot share {w.kv_heads} key/value heads: "
             f"the second must divide the first ({choices})."
@@ -166,36 +167,14 @@ def _check_shape(w: Workload) -> None:
         if isinstance(value, Real) and type(value) not in (bool, int, float):  # NumPy's numbers become Python's
             value = float(value)
             msgspec.structs.force_setattr(w, name, value)
-        if value is not None and not _is_number(value):
+        try:
+            usable = value is None or (type(value) in (int, float) and isfinite(value))
+        except OverflowError:
+            usable = False
+        if not usable:
             raise InvalidWorkload(f"{name} must be a finite number, not {value!r}.")
     if w.softcap is not None and not w.softcap > 0:
         raise InvalidWorkload(f"softcap must be positive, not {w.softcap:g}.")
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    with suppress(OverflowError):
-        return isfinite(value)
-    return False
-
-
-def _check_size(w: Workload, name: str) -> None:
-    """Check a size, and store a whole number of NumPy or the like as Python's int."""
-    value = getattr(w, name)
-    if type(value) is not int:
-        with suppress(TypeError):
-            value = value if isinstance(value, bool) else index(value)
-            msgspec.structs.force_setattr(w, name, value)
-    if type(value) is not int or value < 1:
-        raise InvalidWorkload(f"{name} must be a whole number of at least 1, not {value!r}.")
-    if value > LARGEST_SIZE:
-        raise InvalidWorkload(f"{name} can be {LARGEST_SIZE} at most, not {value}.")
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 class Library(Struct, frozen=True, omit_defaults=True):
@@ -309,8 +288,7 @@ class Implementation(ABC):
     step: str = ""
     """Step that is computed (attnbench.steps); empty for attention alone."""
     process: str = ""
-    """Name of the worker; cells with the same (framework, process) share it, so a library that affects its whole
-    process names its own."""
+    """Name of the worker, shared by cells of one (framework, process); a library that affects its process sets it."""
     expects: tuple[str, ...] = ()
     """Regular expressions of operators or kernels, one of which must appear in a profile as proof of the path."""
     forbids: tuple[str, ...] = ()
@@ -336,7 +314,6 @@ class Implementation(ABC):
 
     def available(self, environment: Environment) -> str | None:
         """Return None if the implementation can run on this machine; else why not and what would make it run."""
-        del environment
         return None
 
     @abstractmethod
@@ -348,23 +325,18 @@ class Implementation(ABC):
 
     def configs(self, workload: Workload) -> Sequence[Config]:
         """Return the settings worth trying, the default first."""
-        del workload
         return ({},)
 
     def configs_here(self, workload: Workload, environment: Environment) -> Sequence[Config]:
         """Return those of `configs` that can run in this environment. Must be cheap and import no framework."""
-        del environment
         return self.configs(workload)
 
     def configured(self, config: Config) -> Implementation:
-        """Return the implementation with these settings; a new object if they change what is supported, stored or
-        proved."""
-        del config
+        """Return the implementation with these settings, a new object if they change support, memory or proofs."""
         return self
 
     def proofs(self, pass_: Pass) -> tuple[tuple[str, ...], ...]:
         """Return sets of patterns; a profile of the pass must contain one pattern of each set as proof of the path."""
-        del pass_
         return (self.expects,) if self.expects else ()
 
     @abstractmethod
@@ -375,9 +347,7 @@ class Implementation(ABC):
         """
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None if there is no
-        LSE."""
-        del workload, config
+        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None without LSE."""
         return None
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
@@ -388,7 +358,6 @@ class Implementation(ABC):
         may be those of the whole: gradients of parts with the whole's out and lse add up to the whole's gradients. None
         for a mask with a large bias (attnbench.masks.large_bias), which would leave no precision in the LSE.
         """
-        del workload, config
         return None
 
     def passes(self, workload: Workload, config: Config) -> Passes:
@@ -401,12 +370,10 @@ class Implementation(ABC):
 
         None for implementations that select nothing.
         """
-        del workload, config
         return None
 
     def apparatus(self, framework: Any, config: Config) -> Any:
         """Return the Framework that builds, times and weighs the calls; another one if the work is done elsewhere."""
-        del config
         return framework
 
     def __repr__(self) -> str:

@@ -36,10 +36,15 @@ def check(mask, shape: MaskShape, see) -> None:
     want = by_hand(see, shape)
     np.testing.assert_array_equal(np.broadcast_to(mask.array(shape), shape), want)
     assert mask.pairs(shape) == want.sum()
-    if (interval := mask.interval(shape)) is not None:
-        low, high = (np.broadcast_to(edge, (shape.batch, shape.q_len))[:, None, :, None] for edge in interval)
-        keys = np.arange(shape.kv_len)
-        np.testing.assert_array_equal(np.broadcast_to((low <= keys) & (keys < high), shape), want)
+    for interval in (mask.interval(shape), mask.runs(shape)):
+        if interval is not None:
+            low, high = (np.broadcast_to(edge, (shape.batch, shape.q_len))[:, None, :, None] for edge in interval)
+            keys = np.arange(shape.kv_len)
+            np.testing.assert_array_equal(np.broadcast_to((low <= keys) & (keys < high), shape), want)
+    if (runs := mask.runs(shape)) is not None:
+        assert (runs[0] >= 0).all()
+        assert (runs[0] <= runs[1]).all()
+        assert (runs[1] <= shape.kv_len).all()
 
 
 sizes = st.builds(MaskShape, st.integers(1, 3), st.integers(1, 4), st.integers(1, 13), st.integers(1, 13))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from attnbench import frameworks, masks, registry
 from attnbench.run import protocol as p
@@ -77,6 +78,19 @@ def test_layouts_hold_the_same_numbers():
     for a, b in zip(draws.inputs("bshd")[1], draws.inputs("bhsd")[1]):
         assert b.flags.c_contiguous
         np.testing.assert_array_equal(a, b.transpose(0, 2, 1, 3))
+
+
+@pytest.mark.parametrize("which", ["pointed", "counted", "zeros", "scaled by 10", SETS])
+@pytest.mark.parametrize("inputs", ["normal", "structured"])
+def test_a_call_that_writes_into_its_inputs_changes_no_truth(which, inputs):
+    draws = draws_of(replace(SMALL, inputs=inputs))
+    given = draws.probe(which, "bshd")
+    before = [array.copy() for array in given]
+    for array in given:
+        array[...] = 0
+    for kept in (draws.probe(which, "bshd"), draws.input_set(which)):
+        assert all(np.array_equal(a, b) for a, b in zip(kept, before))
+    assert draws.intact("bshd")
 
 
 @pytest.mark.parametrize("gradients", [False, True])

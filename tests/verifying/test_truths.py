@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from attnbench.verifying.truths import Shelf, Truth
+from attnbench.verifying.truths import SharedResults, Truth
 
 PROOF = np.arange(4.0)
 
@@ -24,8 +24,8 @@ def refuse():
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_second_reads_what_the_first_computed(tmp_path, gradients):
-    first = Shelf(tmp_path).get("a", PROOF, lambda: [truth(1.0, gradients), truth(2.0, gradients)])
-    second = Shelf(tmp_path).get("a", PROOF, refuse)
+    first = SharedResults(tmp_path).get("a", PROOF, lambda: [truth(1.0, gradients), truth(2.0, gradients)])
+    second = SharedResults(tmp_path).get("a", PROOF, refuse)
     assert len(second) == len(first) == 2
     for mine, theirs in zip(first, second):
         assert (mine.grads is None) == (theirs.grads is None) == (not gradients)
@@ -34,19 +34,19 @@ def test_the_second_reads_what_the_first_computed(tmp_path, gradients):
 
 
 def test_other_inputs_have_other_truths(tmp_path):
-    Shelf(tmp_path).get("a", PROOF, lambda: [truth(1.0)])
-    [found] = Shelf(tmp_path).get("a", PROOF + 1, lambda: [truth(3.0)])
+    SharedResults(tmp_path).get("a", PROOF, lambda: [truth(1.0)])
+    [found] = SharedResults(tmp_path).get("a", PROOF + 1, lambda: [truth(3.0)])
     assert found.out[0, 0, 0] == 3.0
 
 
 def test_without_a_folder_everybody_computes():
-    assert Shelf(None).get("a", PROOF, list) == []
+    assert SharedResults(None).get("a", PROOF, list) == []
 
 
 def test_one_that_fails_leaves_the_work_to_the_next(tmp_path):
     with pytest.raises(MemoryError):
-        Shelf(tmp_path).get("a", PROOF, lambda: (_ for _ in ()).throw(MemoryError()))
-    [found] = Shelf(tmp_path).get("a", PROOF, lambda: [truth(4.0)])
+        SharedResults(tmp_path).get("a", PROOF, lambda: (_ for _ in ()).throw(MemoryError()))
+    [found] = SharedResults(tmp_path).get("a", PROOF, lambda: [truth(4.0)])
     assert found.out[0, 0, 0] == 4.0
 
 
@@ -58,8 +58,8 @@ def test_the_others_wait_for_the_first(tmp_path):
         release.wait(10)
         return [truth(5.0)]
 
-    first = threading.Thread(target=lambda: Shelf(tmp_path).get("a", PROOF, slow))
-    second = threading.Thread(target=lambda: seen.extend(Shelf(tmp_path).get("a", PROOF, refuse)))
+    first = threading.Thread(target=lambda: SharedResults(tmp_path).get("a", PROOF, slow))
+    second = threading.Thread(target=lambda: seen.extend(SharedResults(tmp_path).get("a", PROOF, refuse)))
     first.start()
     started.wait(10)
     second.start()

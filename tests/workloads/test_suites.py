@@ -9,6 +9,7 @@ import pytest
 from attnbench import masks
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
 from attnbench.masks import MaskShape
+from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads import cost, suites
 from attnbench.workloads.suite_file import grid
@@ -194,13 +195,13 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_mask_texts(text):
-    assert suites.parse_mask(text, SHAPE) == TEXTS[text]
+    assert parse_mask(text, SHAPE) == TEXTS[text]
 
 
 def test_dilated_text():
     square = MaskShape(1, 2, 64, 64)
-    assert suites.parse_mask("dilated:16r1+64r4", square) == masks.dilated([16, 64], [1, 4])
-    assert suites.parse_mask("dilated:16r1+64r4:group", square) == masks.dilated([16, 64], [1, 4], "group")
+    assert parse_mask("dilated:16r1+64r4", square) == masks.dilated([16, 64], [1, 4])
+    assert parse_mask("dilated:16r1+64r4:group", square) == masks.dilated([16, 64], [1, 4], "group")
 
 
 WRONG_TEXTS = [
@@ -229,7 +230,7 @@ WRONG_TEXTS = [
 @pytest.mark.parametrize("text,words", WRONG_TEXTS, ids=[text for text, _ in WRONG_TEXTS])
 def test_wrong_mask_text(text, words):
     with pytest.raises(UsageError) as caught:
-        suites.parse_mask(text, SHAPE)
+        parse_mask(text, SHAPE)
     assert words in str(caught.value)
 
 

@@ -129,9 +129,7 @@ def prepare(order: Order, only_listed: bool = False) -> Prepared:
         requests = [request]
     else:
         suite, sampling = kept.header.suite, order.sampling
-        requests, more = stored_requests(
-            order.resume, kept, order.choice.impl, sampling.trace, sampling.timeout
-        )
+        requests, more = stored_requests(order.resume, kept, order.choice.impl, sampling.trace, sampling.timeout)
         warnings += more
     for header in kept.headers:
         refuse_changed_sources(order.resume, header.sources, [name for one in requests for name in one.implementations])

@@ -125,8 +125,7 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
 
 @constant_when_traced
 def dense(array: Any) -> Dense:
-    """Return the mask of a constant array that broadcasts to [batch, heads, q_len, kv_len]: booleans (True: visible) or
-    floats that are added to the logits."""
+    """Return the mask of a constant array, boolean or added, that broadcasts to [batch, heads, q_len, kv_len]."""
     check_constant(array, "a mask")
     values = to_numpy(array, "dense")
     if values.ndim > 4 or values.size == 0:

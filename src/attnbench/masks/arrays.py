@@ -82,8 +82,7 @@ def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, n
 
 
 class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
-    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, ids being the running sum of
-    `mask_ar`."""
+    """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, its ids the running sum of `mask_ar`."""
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         query, key = self._lookups(shape, namespace)
@@ -225,8 +224,7 @@ class Blocks(Mask, frozen=True, tag="blocks"):
         return int(np.einsum("bhqk,q,k->", kept, height, width)) * (shape.batch // axes[0]) * (shape.heads // axes[1])
 
     def count(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int:
-        """Return the exact number of pairs in kept blocks whose key lies in the row's interval ([b or 1, q], not
-        negative)."""
+        """Return the exact number of pairs in kept blocks whose key lies in the row's interval, [b or 1, q]."""
         axes = _axes_of(self.block_mask)
         kept = self.block_mask.array.reshape(axes)
         batch = max(axes[0], len(low))
@@ -238,6 +236,8 @@ class Blocks(Mask, frozen=True, tag="blocks"):
             seen = np.diff(inside, axis=-1).sum(axis=1)
             total += int((kept[:, :, row] * np.broadcast_to(seen, (batch, axes[3]))[:, None]).sum())
         return total * (shape.batch // batch) * (shape.heads // axes[1])
+
+    _count_in = count
 
 
 class Dense(Mask, frozen=True, tag="dense"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -81,17 +82,18 @@ def check_constant(values: Any, what: str) -> None:
         )
 
 
-def whole_number(value: Any, what: str) -> int:
-    """Return a whole number of Python, NumPy or the like as an int; floats, text and booleans are refused."""
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise InvalidWorkload(f"{what} must be a whole number, not {value!r}.")
-    if abs(number) > LARGEST_SIZE:
-        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {number}.")
-    return number
+def whole_number(value: Any, what: str, least: int | None = None) -> int:
+    """Return a whole number of Python, NumPy or the like as an int; floats, text and booleans are refused, and numbers
+    below `least` or beyond the sizes that an axis may have."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            value = index(value)
+    if type(value) is not int or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise InvalidWorkload(f"{what} must be a whole number{bound}, not {value!r}.")
+    if abs(value) > LARGEST_SIZE:
+        raise InvalidWorkload(f"{what} can be {LARGEST_SIZE} at most, not {value}.")
+    return value
 
 
 def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:
@@ -106,12 +108,9 @@ def integers(values: Any, what: str, ndim: tuple[int, ...]) -> FrozenArray:
 
 
 Align = Literal["bottom-right", "top-left"]
-Index = Any
-Predicate = Callable[[Index, Index, Index, Index], Any]
+Predicate = Callable[[Any, Any, Any, Any], Any]
 COUNT_BLOCK = 1 << 24
 """Number of pairs that are counted at a time if no closed form exists."""
-
-
 LARGEST_SIZE = (1 << 31) - 1
 """Largest size of an axis: array libraries index with 32 bits."""
 
@@ -180,52 +179,65 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
 
     def check(self, shape: MaskShape) -> None:
         """Raise InvalidWorkload if the mask's data does not fit the shape."""
-        del shape
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         """Return a function `(b, h, q, kv) -> bool`; with torch's namespace it serves as a FlexAttention mask_mod."""
         raise NotImplementedError
 
     def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
-        """Return a function `(b, h, q, kv) -> float` that is added to visible logits; None if the mask is
-        unweighted."""
-        del shape, namespace
+        """Return a function `(b, h, q, kv) -> float` that is added to visible logits; None for an unweighted mask."""
         return None
 
     def interval(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
-        """Return first and end of the visible keys of each row ([b or 1, q]); None unless every row sees one run of
-        keys."""
-        del shape
+        """Return first and end of each row's visible keys ([b or 1, q]); None unless every row sees one run of keys."""
         return None
 
     def key_filter(self, shape: MaskShape) -> Bool[np.ndarray, "b kv"] | None:
         """Return the visible keys ([b or 1, kv]) of a mask that depends on the key alone; None for other masks."""
-        del shape
         return None
+
+    def runs(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
+        """Return `interval` within 0 ... kv_len; first and end are equal in a row that sees no key."""
+        if (interval := self.interval(shape)) is None:
+            return None
+        low, high = (np.clip(edge, 0, shape.kv_len) for edge in np.broadcast_arrays(*interval))
+        return low, np.maximum(low, high)
 
     def pairs(self, shape: MaskShape) -> int:
         """Return the exact number of visible pairs over all batch rows and heads."""
-        interval = self.interval(shape)
-        if interval is not None:
-            return _interval_pairs(interval, None, shape)
-        keys = self.key_filter(shape)
+        low, high = np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len)
+        keys: np.ndarray | None = None
+        rest: list[Mask] = []
+        for part in self.split():
+            if (runs := part.runs(shape)) is not None:
+                low, high = np.maximum(low, runs[0]), np.minimum(high, runs[1])
+            elif (seen := part.key_filter(shape)) is not None:
+                keys = seen if keys is None else keys & seen
+            else:
+                rest.append(part)
+        high = np.maximum(low, high)
+        if rest:
+            counted = rest[0]._count_in(shape, low, high) if len(rest) == 1 and keys is None else None
+            return self._count_all(shape) if counted is None else counted
+        counts = high - low
         if keys is not None:
-            everything = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
-            return _interval_pairs(everything, keys, shape)
-        return self._count_pairs(shape)
+            before = np.pad(np.cumsum(keys, axis=1), ((0, 0), (1, 0)))
+            counts = np.take_along_axis(before, high, 1) - np.take_along_axis(before, low, 1)
+        return int(counts.sum()) * (shape.batch // len(counts)) * shape.heads
 
-    def _count_pairs(self, shape: MaskShape) -> int:
-        visible = self.predicate(shape, np)
-        b, h, _, kv = self.indices(shape)
-        repeats = (shape.batch // len(b)) * (shape.heads // h.shape[1])
-        rows = max(1, COUNT_BLOCK // (len(b) * h.shape[1] * shape.kv_len))
-        full = (len(b), h.shape[1], 1, shape.kv_len)
-        total = 0
-        for start in range(0, shape.q_len, rows):
-            q = np.arange(start, min(start + rows, shape.q_len)).reshape(1, 1, -1, 1)
-            block = np.broadcast_to(visible(b, h, q, kv), (*full[:2], q.size, shape.kv_len))
-            total += int(np.count_nonzero(block))
-        return total * repeats
+    def _count_in(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int | None:
+        """Return the number of visible pairs whose key lies in the row's run, [b or 1, q]; None without a formula."""
+        return None
+
+    def _count_all(self, shape: MaskShape) -> int:
+        """Count visible pairs by looking at each of them."""
+        visible, (b, h, q, kv) = self.predicate(shape, np), self.indices(shape)
+        step, total = max(1, COUNT_BLOCK // (b.size * h.size * kv.size)), 0
+        for start in range(0, shape.q_len, step):
+            rows = q[:, :, start : start + step]
+            seen = np.broadcast_to(visible(b, h, rows, kv), (b.size, h.size, rows.size, kv.size))
+            total += int(np.count_nonzero(seen))
+        return total * (shape.batch // b.size) * (shape.heads // h.size)
 
     def indices(self, shape: MaskShape, rows: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
         """Return broadcastable index arrays b, h, q, kv; batch and head axes have size 1 if the mask ignores them."""
@@ -261,20 +273,6 @@ def check_align(align: str) -> None:
     """Refuse anything but "bottom-right" and "top-left"."""
     if align not in ("bottom-right", "top-left"):
         raise InvalidWorkload(f'align must be "bottom-right" or "top-left", not "{align}".')
-
-
-def _interval_pairs(interval: tuple[np.ndarray, np.ndarray], keys: np.ndarray | None, shape: MaskShape) -> int:
-    low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
-    high = np.maximum(low, high)
-    if keys is None:
-        counts = high - low
-    else:
-        seen = np.concatenate([np.zeros((len(keys), 1), np.int64), np.cumsum(keys, axis=1)], axis=1)
-        low, high = np.broadcast_arrays(low, high)
-        low, high = (np.broadcast_to(edge, (max(len(edge), len(seen)), shape.q_len)) for edge in (low, high))
-        seen = np.broadcast_to(seen, (len(low), shape.kv_len + 1))
-        counts = np.take_along_axis(seen, high, 1) - np.take_along_axis(seen, low, 1)
-    return int(counts.sum()) * (shape.batch // len(counts)) * shape.heads
 
 
 MOST_COUNTS = 4096
@@ -314,12 +312,10 @@ def seen_keys(mask: Mask, shape: MaskShape) -> int:
     for part in mask.split():
         if (keys := part.key_filter(shape)) is not None:
             seen = seen & keys
-        elif (interval := part.interval(shape)) is not None:
-            # A key lies in some row's interval if more intervals begin up to it than end there.
-            low, high = (np.clip(edge, 0, shape.kv_len) for edge in np.broadcast_arrays(*interval))
-            changes = np.zeros((len(low), shape.kv_len + 1), np.int64)
-            rows = np.broadcast_to(np.arange(len(low))[:, None], low.shape)
-            np.add.at(changes, (rows, low), 1)
-            np.add.at(changes, (rows, np.maximum(low, high)), -1)
+        elif (runs := part.runs(shape)) is not None:
+            # A key lies in some row's run if more runs begin up to it than end there.
+            changes, rows = np.zeros((len(runs[0]), shape.kv_len + 1), np.int64), np.arange(len(runs[0]))[:, None]
+            for edge, change in zip(runs, (1, -1)):
+                np.add.at(changes, (rows, edge), change)
             seen = seen & (np.cumsum(changes, axis=1)[:, : shape.kv_len] > 0)
     return int(seen.sum()) * (shape.batch // len(seen))

@@ -15,6 +15,7 @@ import numpy as np
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName
 from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.base import whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -82,13 +83,11 @@ def block_pattern(
     causal: bool = False,
     seed: int = 0,
 ) -> Bool[np.ndarray, "h q kv"]:
-    """Return the kept blocks. `random` draws every head anew (axis 0 is shape.heads); other patterns have one plane for
-    all heads."""
+    """Return the kept blocks; `random` draws every head anew (axis 0 is shape.heads), others have one plane for all."""
     if pattern not in PATTERNS:
         raise UnknownName("block pattern", str(pattern), PATTERNS, "attnbench.masks.block_patterns")
     check_sparsity(sparsity)
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise InvalidWorkload(f"block_size must be a whole number of at least 1, not {block_size!r}.")
+    block_size = whole_number(block_size, "block_size", least=1)
     heads = shape.heads if pattern == "random" else 1
     counts = tuple(-(-length // block_size) for length in (shape.q_len, shape.kv_len))
     if heads * counts[0] * counts[1] > MOST_BLOCKS:

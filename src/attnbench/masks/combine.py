@@ -9,7 +9,7 @@ import numpy as np
 
 from attnbench.errors import InvalidWorkload
 from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
-from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate, _interval_pairs
+from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate
 from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
@@ -78,30 +78,11 @@ class Both(Mask, frozen=True, tag="both"):
         return total
 
     def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
-        intervals = [part.interval(shape) for part in self.parts]
-        known = [interval for interval in intervals if interval is not None]
-        return _meet(known) if len(known) == len(intervals) else None
-
-    def pairs(self, shape: MaskShape) -> int:
-        whole = (np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len))
-        intervals, keys, rest = [whole], [], []
-        for part in self.parts:
-            if (interval := part.interval(shape)) is not None:
-                intervals.append(interval)
-            elif (allowed := part.key_filter(shape)) is not None:
-                keys.append(allowed)
-            else:
-                rest.append(part)
-        if not rest:
-            return _interval_pairs(_meet(intervals), reduce(np.logical_and, keys) if keys else None, shape)
-        low, high = _meet(intervals)
-        if len(rest) == 1 and isinstance(rest[0], Dilated) and not keys and not low.clip(min=0).any():
-            below = np.clip(high, 0, shape.kv_len)
-            one_row = shape._replace(batch=shape.batch // len(below))
-            return sum(rest[0].count(one_row, row) for row in below)
-        if len(rest) == 1 and isinstance(rest[0], Blocks) and not keys:
-            return rest[0].count(shape, np.clip(low, 0, shape.kv_len), np.clip(high, 0, shape.kv_len))
-        return self._count_pairs(shape)
+        known = [interval for part in self.parts if (interval := part.interval(shape)) is not None]
+        if len(known) < len(self.parts):
+            return None
+        lows, highs = zip(*known)
+        return reduce(np.maximum, lows), reduce(np.minimum, highs)
 
 
 class _InFloat64:
@@ -113,12 +94,6 @@ class _InFloat64:
     def asarray(self, array: np.ndarray, /) -> Any:
         """Return the array in the framework, float64 if it is floating."""
         return self._asarray(array.astype(np.float64) if array.dtype.kind == "f" else array)
-
-
-def _meet(intervals: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    low = reduce(np.maximum, [low for low, _ in intervals])
-    high = reduce(np.minimum, [high for _, high in intervals])
-    return low, high
 
 
 KINDS: dict[str, type[Mask]] = {kind.__name__: kind for kind in (*get_args(Part), Both)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from attnbench.masks.positional import Causal, Full
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
+
+_Kind = TypeVar("_Kind", bound=Mask)
 
 
 class BlockLayout(NamedTuple):
@@ -46,10 +48,14 @@ class BlockLayout(NamedTuple):
 
 def split_blocks(mask: Mask) -> tuple[Blocks, Mask] | None:
     """Return the only `blocks` part and the rest of the mask; None if there is none, or more than one."""
-    parts = mask.split()
-    blocks = [part for part in parts if isinstance(part, Blocks)]
-    rest: Mask = reduce(and_, [part for part in parts if not isinstance(part, Blocks)], Full())
+    blocks, rest = _split_off(mask, Blocks)
     return (blocks[0], rest) if len(blocks) == 1 else None
+
+
+def _split_off(mask: Mask, kind: type[_Kind]) -> tuple[list[_Kind], Mask]:
+    """Return the parts of a kind, and the mask of all others."""
+    others = [part for part in mask.split() if not isinstance(part, kind)]
+    return [part for part in mask.split() if isinstance(part, kind)], reduce(and_, others, Full())
 
 
 def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) -> BlockLayout | None:
@@ -60,13 +66,12 @@ def block_layout(mask: Mask, shape: MaskShape, block_size: int | None = None) ->
     if (split := split_blocks(mask)) is None:
         return None
     blocks, others = split
-    interval = None if others.weighted else others.interval(shape)
+    runs = None if others.weighted else others.runs(shape)
     size = block_size or blocks.block_size
     ratio, rest = divmod(blocks.block_size, size)
-    if interval is None or rest:
+    if runs is None or rest:
         return None
-    low, high = (np.clip(edge, 0, shape.kv_len).astype(np.int32) for edge in np.broadcast_arrays(*interval))
-    high = np.maximum(low, high)
+    low, high = (edge.astype(np.int32) for edge in runs)
     empty = low == high
     starts, key_starts = np.arange(0, shape.q_len, size), np.arange(0, shape.kv_len, size)
     first, last, latest, earliest = (
@@ -104,16 +109,14 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[MaskPiece] | str:
 
     Key lengths stay a part of each piece.
     """
-    lengths = [part for part in mask.split() if isinstance(part, Lengths)]
-    rest: Mask = reduce(and_, [part for part in mask.split() if not isinstance(part, Lengths)], Full())
-    interval = None if rest.weighted else rest.interval(shape)
-    if interval is None:
+    lengths, rest = _split_off(mask, Lengths)
+    runs = None if rest.weighted else rest.runs(shape)
+    if runs is None:
         return f"needs a mask in which every query sees one run of keys, not {rest.id}"
-    low, high = (np.broadcast_to(np.clip(edge, 0, shape.kv_len), (len(edge), shape.q_len)) for edge in interval)
-    if (low != low[:1]).any() or (high != high[:1]).any():
+    if any((edge != edge[:1]).any() for edge in runs):
         return "needs batch rows with the same mask, apart from key lengths"
-    low, high = low[0], high[0]
-    if (high <= low).any():
+    low, high = (edge[0] for edge in runs)
+    if (low == high).any():
         return "takes no mask with rows that see no key"
     cut = _runs(low, high, most, growing=False) or _runs(low, high, most, growing=True)
     if cut is None:
@@ -125,20 +128,18 @@ def pieces(mask: Mask, shape: MaskShape, most: int) -> list[MaskPiece] | str:
 
 
 def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[tuple[int, int, Shape]] | None:
-    """Return runs of rows that see the same keys; with `growing` also rows of which each sees one key more than the
-    last."""
-    ends: dict[Shape, np.ndarray] = {"full": np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1}
-    if growing:
-        ends["causal"] = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 1)) + 1
+    """Return runs of rows that see the same keys; if `growing`, also of rows that see one key more each."""
+    steps: dict[Shape, int] = {"full": 0, "causal": 1} if growing else {"full": 0}
+    ends = {
+        kind: np.append(np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != step)) + 1, len(low))
+        for kind, step in steps.items()
+    }
     runs: list[tuple[int, int, Shape]] = []
     start = 0
     while start < len(low):
         if len(runs) == most:
             return None
-        stops: dict[Shape, int] = {
-            kind: int(after[np.searchsorted(after, start, side="right")]) if (after > start).any() else len(low)
-            for kind, after in ends.items()
-        }
+        stops = {kind: int(after[np.searchsorted(after, start, side="right")]) for kind, after in ends.items()}
         kind = max(stops, key=lambda kind: stops[kind])
         runs.append((start, stops[kind], kind))
         start = stops[kind]

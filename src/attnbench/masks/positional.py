@@ -193,8 +193,11 @@ class Dilated(Mask, frozen=True, tag="dilated"):
 
         return weight
 
-    def pairs(self, shape: MaskShape) -> int:
-        return self.count(shape, np.full(shape.q_len, shape.kv_len))
+    def _count_in(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int | None:
+        if low.any():
+            return None
+        one_row = shape._replace(batch=shape.batch // len(high))
+        return sum(self.count(one_row, below) for below in high)
 
     def count(self, shape: MaskShape, below: np.ndarray) -> int:
         """Return the number of visible pairs with j < below[i], by inclusion and exclusion over branches.
@@ -227,8 +230,7 @@ class Dilated(Mask, frozen=True, tag="dilated"):
         return total * shape.batch
 
     def _meeting_in_all(self, branches: tuple[int, ...], offsets: tuple[int, ...], below: np.ndarray) -> int:
-        """Return the number of pairs of a head with these offsets that meet in all of the branches, the sparsest
-        first."""
+        """Return how many pairs of a head with these offsets meet in all of the branches, the sparsest first."""
         rows = np.arange(len(below))
         low, high, first, step = np.zeros_like(rows), below.astype(np.int64), np.zeros_like(rows), 1
         for branch, offset in zip(branches, offsets):

@@ -14,7 +14,7 @@ import numpy as np
 from attnbench import masks
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.masks import AnyMask, Mask, MaskShape
-from attnbench.masks.base import whole_number
+from attnbench.masks.base import FrozenArray, whole_number
 from attnbench.masks.block_patterns import BLOCK_SIZE, sparse_mask
 
 FORMS = (
@@ -41,8 +41,7 @@ _ALIGNMENTS = ("bottom-right", "top-left")
 
 
 def parse_mask(text: str, shape: MaskShape) -> AnyMask:
-    """Return the mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, fitted to the
-    shape."""
+    """Return the mask that a text such as `causal`, `prefix:816` or `causal&lengths:512,300` names, for the shape."""
     mask = reduce(and_, [_parse_part(part.strip(), shape) for part in text.split("&")])
     mask.check(shape)
     return mask  # pyright: ignore[reportReturnType]  (every concrete Mask is in the union)
@@ -210,18 +209,17 @@ def mask_value(mask: Mask) -> str | dict[str, Any]:
     return _array_table(mask)
 
 
+_PARAMETERS = {"keys": "mask_bj", "values": "array"}
+"""Fields of masks that their function calls otherwise."""
+
+
 def _array_table(mask: Mask) -> dict[str, Any]:
-    if isinstance(mask, masks.BlockCausal | masks.Documents):
-        fields: dict[str, Any] = {"ids": mask.ids.array}
-        if mask.q_ids is not None:
-            fields["q_ids"] = mask.q_ids.array
-    elif isinstance(mask, masks.Valid):
-        fields = {"mask_bj": mask.keys.array}
-    elif isinstance(mask, masks.Blocks):
-        fields = {"block_mask": mask.block_mask.array, "block_size": mask.block_size}
-    else:
-        assert isinstance(mask, masks.Dense)
-        fields = {"array": mask.values.array}
+    given = {_PARAMETERS.get(name, name): getattr(mask, name) for name in mask.__struct_fields__}
+    fields = {
+        name: value.array if isinstance(value, FrozenArray) else value
+        for name, value in given.items()
+        if value is not None
+    }
     size = max(np.size(value) for value in fields.values())
     if size > LARGEST_ARRAY:
         raise UsageError(

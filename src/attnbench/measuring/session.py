@@ -41,7 +41,7 @@ from attnbench.verifying.checks import examine, examine_after, examine_again
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.input_transforms import CallInputs, Transforms
 from attnbench.verifying.invariants import require_result_kept
-from attnbench.verifying.sparse_quality import quality_of
+from attnbench.verifying.lse_and_partial import quality_of
 from attnbench.verifying.subject import Subject, Wrong, run
 from attnbench.verifying.timed_calls import Boxes, TimedCalls, TimedChecks
 from attnbench.workloads.cost import demand

@@ -7,7 +7,7 @@ CHECKS, and returns the findings, or raises Wrong with the reason, the location 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Inputs
 from attnbench.spec import Array, Errors, Partial, VerifiedAt
-from attnbench.verifying import probes, whole_output
+from attnbench.verifying import probes
 from attnbench.verifying.invariants import (
     OVERWRITES,
     check_built_beside,
@@ -33,8 +33,16 @@ from attnbench.verifying.invariants import (
 )
 from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
 from attnbench.verifying.scales import check_after_large, check_magnitudes, check_scale_and_softcap
-from attnbench.verifying.subject import Build, Examination, Findings, Subject, Wrong, run
+from attnbench.verifying.subject import LONG_NAMES, Build, Examination, Findings, Subject, Wrong, run
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare
+from attnbench.verifying.whole_output import (
+    check_counted,
+    check_counted_pairs,
+    check_first,
+    check_pointed,
+    check_steep,
+    weights_differ,
+)
 
 SETTLE_S = 0.004
 """Seconds for which an output is watched for changes after its call has returned."""
@@ -62,38 +70,32 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("one value in all of V", "1 call", lambda e: check_one_value(e.subject)),
-    Check("a key that is not seen", "2 calls", lambda e: check_unseen_key(e.subject), thorough=True),
+    Check("one value in all of V", "1 call", lambda e: check_one_value(e)),
+    Check("a key that is not seen", "2 calls", check_unseen_key, thorough=True),
     Check(
         "other batch rows and heads", "1 call",
         lambda e: check_places(e.subject, e.outputs, {name: limits.relative for name, limits in e.limits.items()}),
     ),
-    Check("other values in the same memory", "2 calls",
-          lambda e: check_overwritten_inputs(e.subject, e.found.good[1], e.limits)),
-    Check("every row", "the reference of all rows",
-          lambda e: whole_output.check_first(e.subject, e.outputs, e.limits), exact=True),
-    Check("keys counted", "2 calls, the reference of all rows",
-          lambda e: whole_output.check_counted(e.subject), exact=True, after=True),
-    Check("logits far below 0", "1 call, the reference of the different heads",
-          lambda e: whole_output.check_steep(e.subject), exact=True, after=True),
-    Check("pairs counted", "1 call, the reference of all gradients",
-          lambda e: _check_pairs(e.subject), exact=True, after=True),
-    Check("gradients at edges of the mask", "1 call, the reference of all gradients",
-          lambda e: whole_output.check_pointed(e.subject), exact=True, after=True),
-    Check("rows at edges of the mask", "1 call, the reference of sampled rows",
-          lambda e: _check_pointed_rows(e.subject), exact=True, after=True),
-    Check("tokens of zeros", "1 call, the reference of sampled rows and heads",
-          lambda e: _check_zeros(e.subject), exact=True, after=True),
+    Check("other values in the same memory", "2 calls", check_overwritten_inputs),
+    Check("every row", "the reference of all rows", check_first, exact=True),
+    Check("keys counted", "2 calls, the reference of all rows", check_counted, exact=True, after=True),
+    Check("logits far below 0", "1 call, the reference of the different heads", check_steep, exact=True, after=True),
+    Check("pairs counted", "1 call, the reference of all gradients", lambda e: _check_pairs(e), exact=True, after=True),
+    Check("gradients at edges of the mask", "1 call, the reference of all gradients", check_pointed, exact=True,
+          after=True),
+    Check("rows at edges of the mask", "1 call, the reference of sampled rows", lambda e: _check_pointed_rows(e),
+          exact=True, after=True),
+    Check("tokens of zeros", "1 call, the reference of sampled rows and heads", lambda e: _check_zeros(e), exact=True,
+          after=True),
     Check("light keys beside a heavy one", "1 call, the reference of sampled rows and heads",
-          lambda e: _check_sinks(e.subject), exact=True, after=True),
+          lambda e: _check_sinks(e), exact=True, after=True),
     Check("Q, K and V in another order of memory", "1 call; only noted", check_strided_inputs),
     Check("K and V in one array", "2 calls", check_shared_memory),
     Check("dO in another order of memory", "4 calls, if the pass has gradients", check_strided_dout),
     Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
-          lambda e: check_scale_and_softcap(e.subject, e.outputs), exact=True, after=True),
+          check_scale_and_softcap, exact=True, after=True),
     Check("LSE", "another program, 5 to 10 calls, the reference of sampled rows", check_lse),
-    Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", check_magnitudes,
-          after=True),
+    Check("magnitudes", "5 to 7 calls, the reference of sampled rows at two scales", check_magnitudes, after=True),
     Check("another shape beside it", "another build, 1 call", check_built_beside, thorough=True),
     Check("prefill and decode", "2 programs, 2 calls", check_prefill_and_decode, thorough=True),
     Check("partial form", "2 calls, the reference of a head", check_partial_form, thorough=True),
@@ -117,7 +119,7 @@ def examine(
     default so that a kernel which puts other checks in its place is noticed (run/integrity.py watches defaults).
     """
     examination = Examination(subject, examine_again(subject), thorough, build, partial)
-    kept = run(subject.programs.main, subject.draws.inputs(subject.layout)[0])
+    kept = run(subject.programs.main, subject.inputs[0])
     before = subject.framework.snapshot(kept)
     held: list[str] = []
     for check in checks:
@@ -125,20 +127,14 @@ def examine(
             held += check.run(examination)
     if not all(subject.framework.same_bits(old, now) for old, now in zip(before, kept)):
         raise Wrong(OVERWRITES)
-    errors = msgspec.structs.replace(
-        examination.found.errors,
-        lse=examination.lse,
-        stability=examination.stability,
-        properties=tuple(held),
-        hidden_nan=examination.hidden_nan,
-    )
+    errors = msgspec.structs.replace(examination.found.errors, properties=tuple(held), **examination.noted)
     return replace(examination.found, errors=errors, notes=tuple(examination.notes))
 
 
 def examine_again(subject: Subject) -> Findings:
     """Compare the outputs with the reference only, for a subject that another process has examined."""
     good, compared = _check_outputs(subject)
-    again = subject.outputs(subject.draws.inputs(subject.layout)[0])
+    again = subject.outputs(subject.inputs[0])
     repeats = all(subject.framework.same_bits(x, y) for x, y in zip(good[0], again.values()))
     limits = {name: result.limits for name, result in compared.items() if result.limits is not None}
     forward = compared.pop("out", None)
@@ -185,23 +181,25 @@ def _check_outputs(subject: Subject) -> tuple[list[tuple[Array, ...]], dict[str,
     Gradients are compared over whole heads, and not at all if no head fits the reference's budget.
     """
     w = subject.workload
-    good = [_honest_call(subject, inputs) for inputs in subject.draws.inputs(subject.layout)]
+    good = [_honest_call(subject, inputs) for inputs in subject.inputs]
     typical = 0.0 if w.inputs == "sincostan" else w.kv_len**-0.5
     worst: dict[str, Compared] = {}
-    for names in (("out",), ("dq", "dk", "dv") if subject.draws.gradient_heads else ()):
+    for names in (("out",), ("dq", "dk", "dv")):
         for which, arrays in enumerate(map(subject.named, good)):
-            for name in names:
-                if name in arrays:
-                    what = "output" if name == "out" else f"gradient of {name[1].upper()}"
-                    least = typical if name == "out" else 0.0
-                    result = _compare_sampled(subject, name, arrays[name], which, what, subject.summed, least)
-                    worst[name] = result.worse(worst.get(name))
+            for name in _comparable(subject, [name for name in names if name in arrays]):
+                least = typical if name == "out" else 0.0
+                result = _compare_sampled(subject, name, arrays[name], which, typical=least)
+                worst[name] = result.worse(worst.get(name))
     return good, worst
 
 
+def _comparable(subject: Subject, names: Iterable[str]) -> list[str]:
+    """Return the outputs that can be compared in float64: no gradients if no head fits the budget."""
+    return [name for name in names if name == "out" or subject.draws.gradient_heads]
+
+
 def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
-    """Return the outputs of one call; raises Wrong unless they are finished arrays of the right kind and the inputs are
-    unchanged."""
+    """Return the outputs of one call; raises Wrong if they are unfinished or of a wrong kind, or inputs changed."""
     fw, w = subject.framework, subject.workload
     before = fw.snapshot(tuple(inputs))
     output = run(subject.programs.main, inputs)
@@ -234,32 +232,25 @@ def _honest_call(subject: Subject, inputs: Inputs) -> tuple[Array, ...]:
 
 
 def _compare_sampled(
-    subject: Subject, name: str, array: Array, which: int | str, what: str, summed: int, typical: float = 0.0
+    subject: Subject, name: str, array: Array, which: int | str, words: str = "", summed: int = 0, typical: float = 0.0
 ) -> Compared:
     """Compare the rows of an output whose truth on an input set is known; raises Wrong if they are wrong."""
     draws, w = subject.draws, subject.workload
     truths = draws.truths(which, gradients=name != "out")
     got = subject.sampled(name, array)
     exact, plain = [truth.exact(name) for truth in truths], [truth.plain(name) for truth in truths]
-    terms = None
-    if name in ("dq", "dk"):
-        found = [truth.cancelling_grads for truth in truths]
-        terms = [grads[name == "dk"] for grads in found if grads is not None] or None
+    terms = [one for truth in truths if (one := truth.cancelling(name)) is not None] or None
     factor = FORWARD_FACTOR if name == "out" else BACKWARD_FACTOR
-    result = compare(what, got, exact, plain, w.dtype, factor, subject.declared_error, terms, summed, typical)
+    what, longest = LONG_NAMES[name] + words, summed or subject.summed
+    result = compare(what, got, exact, plain, w.dtype, factor, subject.declared_error, terms, longest, typical)
     if not result.fault:
         return result
     where, detail = "", ""
     if result.first_row is not None:
-        heads, rows = (
-            (draws.sample.heads, draws.sample.rows)
-            if name == "out"
-            else (draws.gradient_heads, np.arange(exact[0].shape[1]))
-        )
-        places = RowPlaces(heads, rows, len(exact[0]))
-        batch, head = places.head(result.first_row)
-        kind = "key/value head" if name in ("dk", "dv") else "head"
-        where = f", first at batch {batch}, {kind} {head}, row {places.row(result.first_row)}"
+        heads, rows = draws.known(gradients=name != "out")
+        places = RowPlaces(heads, rows if name == "out" else np.arange(exact[0].shape[1]), len(exact[0]))
+        which_head, member = divmod(result.first_row // len(places.rows), places.members)
+        where = f", first at {subject.place(name, heads[which_head], member)}, row {places.row(result.first_row)}"
         if result.bad is not None:
             detail = describe(got, exact, result.bad, result.first_row, places)
     stored = which == 1 and result.error > UNLIKE * result.allowed
@@ -268,50 +259,47 @@ def _compare_sampled(
     raise Wrong(result.fault + where + stale, errors, detail)
 
 
-def _check_pointed_rows(subject: Subject) -> tuple[str, ...]:
+def _check_pointed_rows(examination: Examination) -> tuple[str, ...]:
     """Compare sampled rows in which few keys have all the weight by large logits, so that a clamp shows."""
+    subject = examination.subject
     if subject.workload.pass_ == "forward":
-        out = subject.outputs(subject.draws.probe("pointed", subject.layout))["out"]
         summed = max(subject.summed, int(probes.pointed_logit(subject.workload)) ** 2)
-        _compare_sampled(subject, "out", out, "pointed", "output (queries that point at edges)", summed)
+        out = subject.outputs("pointed")["out"]
+        _compare_sampled(subject, "out", out, "pointed", " (queries that point at edges)", summed)
     return ()
 
 
-def _check_pairs(subject: Subject) -> tuple[str, ...]:
+def _check_pairs(examination: Examination) -> tuple[str, ...]:
     """Compare gradients of inputs to which each pair adds about as much; return the property.
 
     If an additive mask makes some keys weigh many times as much as others, rounding of a large term hides a small one:
     then whole heads are compared as on any inputs.
     """
-    if not whole_output.weights_differ(subject.workload.visible_mask):
-        return whole_output.check_counted_pairs(subject)
-    if not subject.workload.needs_gradients or not subject.draws.gradient_heads:
-        return ()
-    for name, array in subject.outputs(subject.draws.probe("counted_pairs", subject.layout)).items():
-        if name != "out":
-            what = f"{whole_output.LONG_NAMES[name]} (pairs counted)"
-            _compare_sampled(subject, name, array, "counted_pairs", what, subject.summed)
+    subject = examination.subject
+    if not weights_differ(subject.workload.visible_mask):
+        return check_counted_pairs(examination)
+    if subject.workload.needs_gradients and subject.draws.gradient_heads:
+        outputs = subject.outputs("counted_pairs")
+        for name in ("dq", "dk", "dv"):
+            _compare_sampled(subject, name, outputs[name], "counted_pairs", " (pairs counted)")
     return ()
 
 
-def _check_zeros(subject: Subject) -> tuple[str, ...]:
+def _check_zeros(examination: Examination) -> tuple[str, ...]:
     """Compare sampled rows and gradients of inputs in which whole tokens are zeros; return the property."""
-    outputs = subject.outputs(subject.draws.probe("zeros", subject.layout))
-    for name, array in outputs.items():
-        if name == "out" or subject.draws.gradient_heads:
-            what = f"{whole_output.LONG_NAMES[name]} (tokens of zeros)"
-            typical = subject.workload.kv_len**-0.5 if name == "out" else 0.0
-            _compare_sampled(subject, name, array, "zeros", what, subject.summed, typical)
+    subject, outputs = examination.subject, examination.subject.outputs("zeros")
+    for name in _comparable(subject, outputs):
+        typical = subject.workload.kv_len**-0.5 if name == "out" else 0.0
+        _compare_sampled(subject, name, outputs[name], "zeros", " (tokens of zeros)", typical=typical)
     return ("zeros are no padding",)
 
 
-def _check_sinks(subject: Subject) -> tuple[str, ...]:
+def _check_sinks(examination: Examination) -> tuple[str, ...]:
     """Compare sampled rows and gradients of V of inputs in which one key in many has nearly all the weight and no
     value, so that a row is made of light keys; return the property."""
-    for name, array in subject.outputs(subject.draws.probe("sinks", subject.layout)).items():
-        if name == "out" or (name == "dv" and subject.draws.gradient_heads):
-            what = f"{whole_output.LONG_NAMES[name]} (light keys beside a heavy one)"
-            _compare_sampled(subject, name, array, "sinks", what, subject.summed)
+    subject, outputs = examination.subject, examination.subject.outputs("sinks")
+    for name in (one for one in _comparable(subject, outputs) if one in ("out", "dv")):
+        _compare_sampled(subject, name, outputs[name], "sinks", " (light keys beside a heavy one)")
     return ("light keys count",)
 
 

@@ -6,9 +6,10 @@ All implementations of a workload in one worker share the draws, so that the flo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import array_api_compat
 import msgspec
@@ -19,7 +20,7 @@ from attnbench.frameworks import Framework, Inputs
 from attnbench.masks.cuts import split_blocks
 from attnbench.spec import DTYPE_BYTES, Array, Layout, Workload
 from attnbench.verifying import probes
-from attnbench.verifying.truths import DEVICE_BLOCK_PAIRS, Shelf, Truth, Whole, reached, results_of_heads
+from attnbench.verifying.truths import DEVICE_BLOCK_PAIRS, SharedResults, Truth, Whole, reached, results_of_heads
 from attnbench.workloads import inputs as drawing
 
 SETS = 2
@@ -56,6 +57,9 @@ Mode = Literal["exact", "plain", "wide"]
 outputs, float32 if that is exact compared with 16 bits, else float64."""
 
 
+Result = TypeVar("Result")
+
+
 class Sample(NamedTuple):
     """The pairs of batch row and key/value head, and the query rows, that are compared."""
 
@@ -71,33 +75,26 @@ class Draws:
         self, framework: Framework, device: str, workload: Workload, seed: int, shared: Path | None = None
     ) -> None:
         self.framework, self.device, self.workload, self.seed = framework, device, workload, seed
-        self._shelf = Shelf(shared)
-        self._arrays: dict[Layout, list[Inputs]] = {}
+        self._shared = SharedResults(shared)
         self._sums: dict[Layout, list[bytes]] = {}
         """Checksums of the arrays, from when they were made."""
-        self._probes: dict[str, Inputs] = {}
-        self._slopes: dict[tuple[Any, ...], list[tuple[np.ndarray, ...]]] = {}
-        self._truths: dict[tuple[int | str, bool], list[Truth]] = {}
-        self._wholes: dict[tuple[str, bool], list[Whole]] = {}
-        self._gaps: dict[int | str, tuple[np.ndarray, np.ndarray]] = {}
-        self._runs: dict[tuple[Any, ...], Callable[..., tuple[Array, ...]]] = {}
+        self._kept: dict[tuple[Any, ...], Any] = {}
+
+    def _keep(self, key: tuple[Any, ...], compute: Callable[[], Result]) -> Result:
+        """Return what is kept under a key, which begins with what it is; compute it the first time."""
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
 
     def inputs(self, layout: Layout) -> list[Inputs]:
         """Return the input sets in a layout."""
-        if layout not in self._arrays:
-            self._arrays[layout] = [
-                Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs)) for inputs in self._canonical
-            ]
-            self._sums.setdefault(layout, self._checksums(self._arrays[layout]))
-        return self._arrays[layout]
+        made = self._keep(("inputs", layout), lambda: [self._laid_out(inputs, layout) for inputs in self._canonical])
+        if layout not in self._sums:
+            self._sums[layout] = self._checksums(made)
+        return made
 
-    def scaled(self, layout: Layout, scale: float) -> Inputs:
-        """Return the first input set with Q, K and V multiplied by a scale."""
-        return self._multiplied(self.inputs(layout)[0], scale)
-
-    def _multiplied(self, inputs: Inputs, scale: float) -> Inputs:
-        q, k, v = (self.framework.multiply(x, np.array(scale)) for x in (inputs.q, inputs.k, inputs.v))
-        return Inputs(q, k, v, inputs.dout)
+    def _laid_out(self, inputs: Inputs, layout: Layout) -> Inputs:
+        return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in inputs))
 
     @cached_property
     def _canonical(self) -> list[Inputs]:
@@ -111,8 +108,9 @@ class Draws:
         A number below SETS means one of the drawn sets; a larger number, other queries and another dO for the keys and
         values of normal inputs; a string, the probe of that name.
         """
-        if isinstance(which, str):
-            return self._probe(which)
+        if isinstance(which, str):  # held on a CPU; elsewhere only as long as it is used
+            make = partial(self._made_probe, which)
+            return self._keep(("probe", which), make) if self.device == "cpu" else make()
         if which < SETS:
             return self._canonical[which]
         rng, w, like = np.random.default_rng([self.seed, 15, which]), self.workload, self._normal
@@ -175,7 +173,7 @@ class Draws:
         budget = FORWARD_FLOPS.get(self.device, DEVICE_FLOPS)
         per_row = 2 * (w.head_dim + w.value_dim) * w.kv_len * w.group
         if self._few_heads and per_row * w.q_len * w.batch * w.kv_heads <= budget:
-            heads = [(b, g) for b in range(w.batch) for g in range(w.kv_heads)]
+            heads = self._every_head
         values = self._compared_values / (w.group * w.value_dim)
         most = min(budget / per_row, DEVICE_PAIRS / (w.kv_len * w.group), values)
         count = max(1, int(most / len(heads)))
@@ -184,6 +182,10 @@ class Draws:
             edges = {row for row in (*EDGE_ROWS, w.q_len // 2, w.q_len - 1) if row < w.q_len}
             rows = np.sort(np.array(list(edges | set(rng.choice(w.q_len, size=count, replace=False).tolist()))))
         return Sample(tuple(heads), rows, len(heads) * len(rows) / (w.batch * w.kv_heads * w.q_len))
+
+    @property
+    def _every_head(self) -> Heads:
+        return tuple(product(range(self.workload.batch), range(self.workload.kv_heads)))
 
     @property
     def _few_heads(self) -> bool:
@@ -201,63 +203,69 @@ class Draws:
         per_head = 10 * (w.head_dim + w.value_dim) * w.kv_len * w.q_len * w.group
         budget = BACKWARD_FLOPS.get(self.device, DEVICE_FLOPS)
         if self._few_heads and per_head * w.batch * w.kv_heads <= budget:
-            return tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads))
+            return self._every_head
         most = min(MAX_HEADS, budget // per_head, DEVICE_PAIRS // (w.kv_len * w.q_len * w.group))
         most = min(most, max(1, self._compared_values // (w.q_len * w.group * max(w.head_dim, w.value_dim))))
         return tuple(_choose_heads(w, np.random.default_rng(self.seed), int(most)))
 
+    def known(self, gradients: bool) -> tuple[Heads, np.ndarray]:
+        """Return the heads and query rows with a truth in float64: sampled ones, or whole heads for gradients."""
+        if gradients:
+            return self.gradient_heads, np.arange(self.workload.q_len)
+        return self.sample.heads, self.sample.rows
+
     def truths(self, which: int | str, gradients: bool) -> list[Truth]:
-        """Return the truth of each sampled head (or of each of `gradient_heads`), on an input set or a probe."""
-        key = (which, gradients)
-        if key not in self._truths:
-            heads = self.gradient_heads if gradients else self.sample.heads
-            rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
-            inputs = self.input_set(which)
-            self._truths[key] = self._shelf.get(
-                f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
-                np.stack([self._first_values(inputs, head) for head in heads]),
-                lambda: self._truths_of(inputs, heads, rows, gradients),
-            )
-        return self._truths[key]
+        """Return the truth of each head of `known`, on an input set or a probe."""
+        return self._keep(("truths", which, gradients), lambda: self._shared_truths(which, gradients))
+
+    def _shared_truths(self, which: int | str, gradients: bool) -> list[Truth]:
+        (heads, rows), inputs = self.known(gradients), self.input_set(which)
+        return self._shared.get(
+            f"{self.device}-{self.seed}-{which}-{gradients}-sampled",
+            np.stack([self._first_values(inputs, head) for head in heads]),
+            lambda: self._truths_of(inputs, heads, rows, gradients),
+        )
 
     def logit_gaps(self, which: int | str) -> tuple[np.ndarray, np.ndarray]:
         """Return for the sampled rows of an input set how far the largest logit is above the second, and the largest
         size of a logit; [heads, members, rows] each, without a soft cap."""
-        if which not in self._gaps:
-            fw, w, sample = self.framework, self.workload, self.sample
-            wide = "float64" if w.dtype == "float64" else "float32"
-            q, k = (by_head(x, "bshd", n, sample.heads) for x, n in zip(self.input_set(which), (w.group, 1)))
-            namespace: Any = np if self.device == "cpu" else fw.namespace(self.device)
-            cast = (lambda x: fw.numpy(x).astype(wide)) if self.device == "cpu" else (lambda x: fw.cast(x, wide))
-            at = [namespace.asarray(x) for x in np.array(sample.heads, np.int64).T]
-            pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
+        return self._keep(("gaps", which), lambda: self._logit_gaps(which))
 
-            def compute(q: Array, k: Array) -> list[tuple[Array, Array]]:
-                head = reference.Head(cast(q), cast(k)[:, 0], k[:, 0], *at)
-                blocks = reference.row_blocks(w, sample.rows, pairs, len(sample.heads))
-                return [reference.logit_gaps(w, head, some, namespace, reached(w, self.reach, some)) for some in blocks]
+    def _logit_gaps(self, which: int | str) -> tuple[np.ndarray, np.ndarray]:
+        fw, w, sample = self.framework, self.workload, self.sample
+        wide = "float64" if w.dtype == "float64" else "float32"
+        q, k = (by_head(x, "bshd", n, sample.heads) for x, n in zip(self.input_set(which), (w.group, 1)))
+        namespace: Any = np if self.device == "cpu" else fw.namespace(self.device)
+        cast = (lambda x: fw.numpy(x).astype(wide)) if self.device == "cpu" else (lambda x: fw.cast(x, wide))
+        at = [namespace.asarray(x) for x in np.array(sample.heads, np.int64).T]
 
-            found = (compute if self.device == "cpu" else fw.exact(compute))(q, k)
-            gaps, sizes = (np.concatenate(self._in_float64(parts), axis=2) for parts in zip(*found))
-            self._gaps[which] = gaps, sizes
-        return self._gaps[which]
+        def compute(q: Array, k: Array) -> list[tuple[Array, Array]]:
+            head = reference.Head(cast(q), cast(k)[:, 0], k[:, 0], *at)
+            blocks = reference.row_blocks(w, sample.rows, self._block_pairs, len(sample.heads))
+            return [reference.logit_gaps(w, head, some, namespace, reached(w, self.reach, some)) for some in blocks]
 
-    def probe(self, name: str, layout: Layout) -> Inputs:
-        """Return the input set of attnbench.verifying.probes with that name."""
-        made = self._probe(name)
-        return Inputs(*(self.framework.transpose(x, "bshd", layout) for x in made))
+        found = (compute if self.device == "cpu" else fw.exact(compute))(q, k)
+        gaps, sizes = (np.concatenate(self._in_float64(parts), axis=2) for parts in zip(*found))
+        return gaps, sizes
 
-    def _probe(self, name: str) -> Inputs:
-        if self.device != "cpu":  # held only as long as it is used
-            return self._made_probe(name)
-        if name not in self._probes:
-            self._probes[name] = self._made_probe(name)
-        return self._probes[name]
+    @property
+    def _block_pairs(self) -> int:
+        return reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
+
+    def probe(self, which: int | str, layout: Layout) -> Inputs:
+        """Return an input set, or the probe of that name, to call with.
+
+        Arrays that are kept for the truth are copied, so that a call that writes into its inputs changes no truth.
+        """
+        made = tuple(self.framework.transpose(x, "bshd", layout) for x in self.input_set(which))
+        return Inputs(*(self.framework.snapshot(made) if self.device == "cpu" and self.framework.overwrites else made))
 
     def _made_probe(self, name: str) -> Inputs:
+        """Make the input set of attnbench.verifying.probes with that name."""
         first = self._canonical[0]
         if name.startswith(SCALED):
-            return self._multiplied(first, float(name.removeprefix(SCALED)))
+            scale = np.array(float(name.removeprefix(SCALED)))
+            return Inputs(*(self.framework.multiply(x, scale) for x in first[:3]), first.dout)
         if name in ("counted", "shifted"):
             shifted = name == "shifted"
             return probes.counted(self.framework, self.device, self.workload, first, self.seed, shifted)
@@ -274,12 +282,7 @@ class Draws:
     def covered(self, gradients: bool) -> Sample:
         """Return the heads and rows of the comparison of whole outputs that fit the budget; for gradients whole heads
         only."""
-        return self._covered[gradients]
-
-    @cached_property
-    def _covered(self) -> tuple[Sample, Sample]:
-        forward, backward = self._fitting(False), self._fitting(True)
-        return (forward, forward if backward.share == 1 else backward)
+        return self._keep(("covered", gradients), lambda: self._fitting(gradients))
 
     def _fitting(self, gradients: bool) -> Sample:
         w, rng = self.workload, np.random.default_rng([self.seed, 13])
@@ -288,7 +291,7 @@ class Draws:
         most = pairs // per_head
         rows, total = np.arange(w.q_len), w.batch * w.kv_heads
         if most >= total:
-            return Sample(tuple((b, g) for b in range(w.batch) for g in range(w.kv_heads)), rows, 1.0)
+            return self.covered(False) if gradients else Sample(self._every_head, rows, 1.0)
         if not most and gradients:
             return Sample((), rows, 0.0)
         if not most:
@@ -302,8 +305,8 @@ class Draws:
 
         Results are NumPy arrays on a CPU, else arrays of the device.
         """
-        key, sample = (name, gradients), self.covered(gradients)
-        inputs = self._canonical[0] if name == "first" else self._probe(name)
+        sample = self.covered(gradients)
+        inputs = self.input_set(0 if name == "first" else name)
         chunks = self._chunks(sample.heads, len(sample.rows))
         own, pieces, mask = sample.heads, chunks, self.workload.visible_mask
         if name == "steep":  # for each head the first one that has the same result
@@ -312,47 +315,41 @@ class Draws:
         results = (self._results(inputs, heads, sample.rows, gradients, "wide") for heads in pieces)
         found = (Whole(x[0], x[1], x[2], x[3:6] or None, x[6:] or None) for x in results)
         if self.device == "cpu" and sample.heads:
-            if key not in self._wholes:
-                proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
-                self._wholes[key] = self._shelf.get(
-                    f"{self.device}-{self.seed}-{name}-{gradients}", proof, lambda: list(found), Whole
-                )
-            found = iter(self._wholes[key])
+            place = f"{self.device}-{self.seed}-{name}-{gradients}"
+            proof = np.stack([self._first_values(inputs, head) for head in sample.heads])
+            known = self._keep((place,), lambda: self._shared.get(place, proof, lambda: list(found), Whole))
+            found = iter(known)
         yield from zip(chunks, found) if name != "steep" else _repeated(chunks, own, list(found))
 
     def _chunks(self, heads: Heads, rows: int) -> list[Heads]:
         """Return the heads in pieces whose logits for so many rows stay small."""
-        w = self.workload
-        pairs = reference.BLOCK_PAIRS if self.device == "cpu" else DEVICE_BLOCK_PAIRS
-        size = max(1, pairs // (w.group * w.kv_len * rows))
+        size = max(1, self._block_pairs // (self.workload.group * self.workload.kv_len * rows))
         return [heads[n : n + size] for n in range(0, len(heads), size)]
 
-    def shifted(self, which: int | str, gradients: bool, step: float, **changed: float) -> list[tuple[np.ndarray, ...]]:
-        """Return the derivative of each sampled head's exact (out, dq, dk, dv) with respect to the logarithm of a
-        parameter of the workload (scale or softcap)."""
-        key = (which, gradients, step, *changed.items())
-        if key in self._slopes:
-            return self._slopes[key]
-        other = msgspec.structs.replace(self.workload, **{name: (1 + step) * value for name, value in changed.items()})
-        heads = self.gradient_heads if gradients else self.sample.heads
-        rows = np.arange(self.workload.q_len) if gradients else self.sample.rows
-        results = self._in_float64(self._results(self.input_set(which), heads, rows, gradients, "exact", other))
-        self._slopes[key] = [
-            tuple((a - b) / step for a, b in zip(moved, (truth.out, *(truth.grads or ()))))
-            for truth, *moved in zip(self.truths(which, gradients), results[0], *results[3:6])
-        ]
-        return self._slopes[key]
+    def shifted(
+        self, which: int | str, gradients: bool, step: float, parameter: str, value: float
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Return the derivatives of sampled heads' exact (out, dq, dk, dv) by the logarithm of scale or softcap."""
+        other = msgspec.structs.replace(self.workload, **{parameter: (1 + step) * value})
+        heads, rows = self.known(gradients)
+
+        def compute() -> list[tuple[np.ndarray, ...]]:
+            results = self._in_float64(self._results(self.input_set(which), heads, rows, gradients, "exact", other))
+            return [
+                tuple((a - b) / step for a, b in zip(moved, (truth.out, *(truth.grads or ()))))
+                for truth, *moved in zip(self.truths(which, gradients), results[0], *results[3:6])
+            ]
+
+        return self._keep(("shifted", which, gradients, step, parameter, value), compute)
 
     @cached_property
     def reach(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and one-past-last key that a query row may see in any batch row, [q_len] each, by the parts of the mask
-        that leave a row one run of keys."""
+        """First and end of the keys that a row sees in any batch row by parts of the mask with runs, [q_len] each."""
         w = self.workload
         low, high = np.zeros(w.q_len, np.int64), np.full(w.q_len, w.kv_len)
         for part in w.visible_mask.split():
-            if (interval := part.interval(w.mask_shape)) is not None:
-                low = np.maximum(low, np.clip(interval[0], 0, w.kv_len).min(axis=0))
-                high = np.minimum(high, np.clip(interval[1], 0, w.kv_len).max(axis=0))
+            if (runs := part.runs(w.mask_shape)) is not None:
+                low, high = np.maximum(low, runs[0].min(axis=0)), np.minimum(high, runs[1].max(axis=0))
         return low, np.maximum(low, high)
 
     @property
@@ -423,16 +420,14 @@ class Draws:
         self, rows: np.ndarray, gradients: bool, mode: Mode, w: Workload, wide: str
     ) -> Callable[..., tuple[Array, ...]]:
         """Return the computation of a head, compiled once for all heads if the framework compiles."""
-        fw, key = self.framework, (gradients, mode, w.scale, w.softcap, rows.tobytes())
+        fw, key = self.framework, ("compiled", gradients, mode, w.scale, w.softcap, rows.tobytes())
 
         def compute(batch: Array, index: Array, *own: Array) -> tuple[Array, ...]:
             arrays = own if mode == "plain" else [fw.cast(x, wide) for x in own]
             namespace, at, terms = fw.namespace(self.device), (batch, index), mode != "plain"
             return results_of_heads(w, arrays, at, rows, self.reach, gradients, namespace, fw.dtype(wide), terms)
 
-        if key not in self._runs:
-            self._runs[key] = fw.exact(compute)
-        return self._runs[key]
+        return self._keep(key, lambda: fw.exact(compute))
 
 
 def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
@@ -447,8 +442,7 @@ def _choose_heads(workload: Workload, rng: np.random.Generator, count: int) -> l
 
 
 def _repeated(chunks: list[Heads], own: Heads, found: list[Whole]) -> Iterator[tuple[Heads, Whole]]:
-    """Yield the heads of each piece with their right results, given the results of the different heads of `own`
-    only."""
+    """Yield the heads of each piece with their right results, from those of the different heads of `own`."""
     places = {head: n for n, head in enumerate(dict.fromkeys(own))}
     index = np.array([places[head] for head in own])
 

@@ -7,8 +7,8 @@ whole sequence gives. No call may write into the result of an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import array_api_compat
 import msgspec
@@ -17,13 +17,13 @@ import numpy as np
 from attnbench.frameworks import Inputs, Program
 from attnbench.masks import Causal
 from attnbench.spec import Array, Call
-from attnbench.verifying.subject import Examination, Subject, Wrong, run
+from attnbench.verifying.subject import LONG_NAMES, Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import EPS, SLACK, SUMMED_ULPS, Limits, apart, rounded_terms, spot
 from attnbench.workloads.suites import shrink
 
+Result = TypeVar("Result")
 SMALL = 1e-3
 """Share of a typical head's size; smaller heads are compared with it instead of their own size."""
-LONG_NAMES = {"out": "the output", "dq": "the gradient of Q", "dk": "the gradient of K", "dv": "the gradient of V"}
 
 
 class Places(NamedTuple):
@@ -46,12 +46,17 @@ def check_places(subject: Subject, good: Mapping[str, Array], allowed: Mapping[s
     places = draw_places(subject)
     if places is None:
         return ()
-    first = subject.draws.inputs(subject.layout)[0]
-    turned = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), first)))
-    for (name, before), after in zip(good.items(), subject.outputs(turned).values()):
-        _require_alike(subject, name, moved(subject, before, name, places), after, SLACK * allowed[name], places)
-    batch, heads = (_others(order) for order in (places.batch, places.heads))
-    return (*(("permuted batch",) if batch else ()), *(("permuted heads",) if heads else ()))
+    for (name, before), after in zip(good.items(), subject.outputs(moved_inputs(subject, places)).values()):
+        bound = SLACK * allowed[name]
+        if found := _head_apart(subject, name, moved(subject, before, name, places), after, bound):
+            batch, head, share = found
+            raise Wrong(
+                f"the {LONG_NAMES[name]} depends on its place: batch {places.batch[batch]}, head "
+                f"{places.of(name)[head]} moved to batch {batch}, head {head} gives another result (off by "
+                f"{share:.1e}, {bound:.1e} allowed)"
+            )
+    kinds = {"permuted batch": places.batch, "permuted heads": places.heads}
+    return tuple(words for words, order in kinds.items() if _others(order))
 
 
 def draw_places(subject: Subject) -> Places | None:
@@ -84,19 +89,13 @@ def moved(subject: Subject, array: Array, name: str, places: Places) -> Array:
     return array
 
 
-def _require_alike(subject: Subject, name: str, want: Array, got: Array, bound: float, places: Places) -> None:
-    if (found := _head_apart(subject, name, want, got, bound)) is None:
-        return
-    batch, head, share = found
-    raise Wrong(
-        f"{LONG_NAMES[name]} depends on its place: batch {places.batch[batch]}, head {places.of(name)[head]} moved to "
-        f"batch {batch}, head {head} gives another result (off by {share:.1e}, {bound:.1e} allowed)"
-    )
+def moved_inputs(subject: Subject, places: Places) -> Inputs:
+    """Return the first input set with its batch rows and heads taken from these places."""
+    return Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), subject.inputs[0])))
 
 
 def _head_apart(subject: Subject, name: str, want: Array, got: Array, bound: float) -> tuple[int, int, float] | None:
-    """Return (batch, head, share) of the first head that is off by more than this share and than rounding of terms
-    that cancel; None if there is none."""
+    """Return (batch, head, share) of the first head that is off by more than this share and rounding; or None."""
     fw = subject.framework
     if fw.same_bits(want, got):
         return None
@@ -112,12 +111,11 @@ def _head_apart(subject: Subject, name: str, want: Array, got: Array, bound: flo
 
 def rounded_of_head(subject: Subject, name: str) -> float:
     """Return what rounding may leave of the terms that cancel in the gradient of a whole head."""
-    draws = subject.draws
+    w, draws = subject.workload, subject.draws
     if name not in ("dq", "dk") or not draws.gradient_heads:
         return 0.0
-    found = [truth.cancelling_grads for truth in draws.truths(0, True)]
-    terms = [grads[name == "dk"] for grads in found if grads is not None]
-    least = (rounded_terms(one, subject.workload.dtype, subject.workload.head_dim) for one in terms)
+    terms = (truth.cancelling(name) for truth in draws.truths(0, True))
+    least = (rounded_terms(one, w.dtype, w.head_dim) for one in terms if one is not None)
     return max((float(np.linalg.norm(one)) for one in least), default=0.0)
 
 
@@ -125,27 +123,23 @@ def head_norms(subject: Subject, array: Array) -> np.ndarray:
     """Return the norm of each head of each batch row of an output, [batch, heads]."""
     tokens = 1 if subject.head_axis == 2 else 2
     xp = array_api_compat.array_namespace(array)
-    return np.sqrt(subject.framework.numpy(xp.sum(array * array, axis=(tokens, 3))).astype(np.float64))
+    return np.sqrt(subject.host(xp.sum(array * array, axis=(tokens, 3))))
 
 
 OVERWRITES = "overwrites the result of its previous call"
 
 
-def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: dict[str, Limits]) -> tuple[str, ...]:
+def check_overwritten_inputs(examination: Examination) -> tuple[str, ...]:
     """Check that a result is computed from its inputs and not found by their address; return the property.
 
-    Other values are written into the memory of inputs that were used before. `good` are the verified outputs on the
-    second input set. Nothing is checked if arrays cannot be changed in place.
+    Other values are written into the memory of inputs that were used before. Nothing is checked if arrays cannot be
+    changed in place.
     """
-    framework = subject.framework
-    first, second = subject.draws.inputs(subject.layout)[:2]
+    subject, limits = examination.subject, examination.limits
+    framework, good = subject.framework, examination.found.good[1]
     if not framework.overwrites:
         return ()
-    inputs = Inputs(*framework.snapshot(tuple(first)))
-    subject.outputs(inputs)
-    for array, values in zip(inputs, second):
-        framework.overwrite(array, values)
-    for (name, got), right in zip(subject.outputs(inputs).items(), good):
+    for (name, got), right in zip(on_overwritten_inputs(subject, subject.outputs).items(), good):
         if framework.same_bits(got, right):
             continue
         if differs := apart(framework, got, right, limits[name], subject.workload.dtype):
@@ -154,6 +148,16 @@ def check_overwritten_inputs(subject: Subject, good: tuple[Array, ...], limits: 
                 f"({spot(differs, subject.layout)} differs by {differs.share:.1e}, {differs.allowed:.1e} allowed)"
             )
     return ("overwritten inputs",)
+
+
+def on_overwritten_inputs(subject: Subject, call: Callable[[Inputs], Result]) -> Result:
+    """Return what a call gives for the second input set, in memory in which it has seen the first one before."""
+    first, second = subject.inputs[:2]
+    inputs = Inputs(*subject.framework.snapshot(tuple(first)))
+    call(inputs)
+    for array, values in zip(inputs, second):
+        subject.framework.overwrite(array, values)
+    return call(inputs)
 
 
 TRANSPOSED, LAST_AXIS = (0, 2, 1, 3), (0, 1, 3, 2)
@@ -184,7 +188,7 @@ def check_strided_inputs(examination: Examination) -> tuple[str, ...]:
     that are not ours. Nothing is checked if arrays have no order of memory, or if the call refuses views.
     """
     subject = examination.subject
-    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    framework, inputs = subject.framework, subject.inputs[0]
     if not framework.overwrites:
         return ()
     views = inputs._replace(
@@ -206,7 +210,7 @@ def check_shared_memory(examination: Examination) -> tuple[str, ...]:
     A kernel that changes an input and then restores it reads the changed one as the other.
     """
     subject, w = examination.subject, examination.subject.workload
-    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    framework, inputs = subject.framework, subject.inputs[0]
     if not framework.overwrites or w.head_dim != w.value_dim:
         return ()
     (copy,) = framework.snapshot((inputs.k,))
@@ -225,7 +229,7 @@ def check_strided_dout(examination: Examination) -> tuple[str, ...]:
     memory are noted: the function follows dO, but a library below it keeps a plan for the first order.
     """
     subject, good, limits = examination.subject, examination.outputs, examination.limits
-    framework, inputs = subject.framework, subject.draws.inputs(subject.layout)[0]
+    framework, inputs = subject.framework, subject.inputs[0]
     if not framework.overwrites or not subject.workload.needs_gradients:
         return ()
     xp = array_api_compat.array_namespace(inputs.dout)
@@ -260,13 +264,13 @@ def _first_apart(
         bound = SLACK * limits[name].relative
         if found := _head_apart(subject, name, right[name], got, bound):
             batch, head, share = found
-            return LONG_NAMES[name], f"batch {batch}, head {head} is off by {share:.1e}, {bound:.1e} allowed"
+            return f"the {LONG_NAMES[name]}", f"batch {batch}, head {head} is off by {share:.1e}, {bound:.1e} allowed"
     return None
 
 
 def require_result_kept(subject: Subject, program: Program) -> None:
     """Hold the result of a call over three later ones on the other input set; raises Wrong if it changes."""
-    framework, (first, second) = subject.framework, subject.draws.inputs(subject.layout)[:2]
+    framework, (first, second) = subject.framework, subject.inputs[:2]
     if not framework.overwrites:
         return
     held = run(program, first)
@@ -287,7 +291,7 @@ def check_built_beside(examination: Examination) -> tuple[str, ...]:
     small = shrink(subject.workload)
     if examination.build is None or small == subject.workload or examination.build(small) is None:
         return ()
-    again = subject.outputs(subject.draws.inputs(subject.layout)[0])
+    again = subject.outputs(subject.inputs[0])
     if wrong := _first_apart(subject, examination.outputs, again, examination.limits):
         raise Wrong(f"{wrong[0]} is wrong after a call for another shape was built: {wrong[1]}")
     return ("calls of two shapes side by side",)
@@ -321,7 +325,7 @@ def check_prefill_and_decode(examination: Examination) -> tuple[str, ...]:
 def _require_same_output(
     subject: Subject, name: str, call: Call, queries: slice, keys: slice, good: Array, bound: float
 ) -> None:
-    fw, whole = subject.framework, subject.draws.inputs(subject.layout)[0]
+    fw, whole = subject.framework, subject.inputs[0]
 
     def cut(array: Array, tokens: slice) -> Array:
         part = array[:, tokens] if subject.layout == "bshd" else array[:, :, tokens]
@@ -330,7 +334,7 @@ def _require_same_output(
     inputs = Inputs(cut(whole.q, queries), cut(whole.k, keys), cut(whole.v, keys), cut(whole.dout, queries))
     (out,) = run(fw.programs(call, "forward", inputs).main, inputs)
     fw.wait(out)
-    got, want = (fw.numpy(array).astype(np.float64) for array in (out, cut(good, queries)))
+    got, want = (subject.host(array) for array in (out, cut(good, queries)))
     if got.shape != want.shape:
         raise Wrong(f"{name} alone gives an output of shape {got.shape}, expected {want.shape}")
     off = float(np.linalg.norm(got - want)) / (float(np.linalg.norm(want)) or 1.0)
@@ -348,12 +352,13 @@ VALUES = {"float16": 2.0**15}
 ULPS = {"float64": 64, "float32": 64, "float16": 4, "bfloat16": 2}
 
 
-def check_unseen_key(subject: Subject) -> tuple[str, ...]:
+def check_unseen_key(examination: Examination) -> tuple[str, ...]:
     """Require that a key which some rows cannot see does not change those rows; return the property that holds."""
+    subject = examination.subject
     if subject.workload.pass_ == "backward" or (hidden := _first_hidden(subject)) is None:
         return ()
     batch, key, rows = hidden
-    before = subject.row(subject.draws.inputs(subject.layout)[0], batch)[rows]
+    before = subject.row(subject.inputs[0], batch)[rows]
     after = subject.row(_with_key(subject, batch, key, 3.0), batch)[rows]
     size = float(np.linalg.norm(before))
     off = float(np.linalg.norm(before.astype(np.float64) - after)) / (size or 1.0)
@@ -368,7 +373,7 @@ def check_nan(examination: Examination) -> tuple[str, ...]:
     Notes `contained` if a NaN key and value leave the rows that do not see them finite, else `leaks`; nothing if every
     key is seen. A call that raises for NaN passes.
     """
-    subject, first = examination.subject, examination.subject.draws.inputs(examination.subject.layout)[0]
+    subject, first = examination.subject, examination.subject.inputs[0]
     if subject.workload.pass_ == "backward":
         return ()
     seen = subject.framework.put(first.v, (...,), float("nan"))
@@ -377,7 +382,7 @@ def check_nan(examination: Examination) -> tuple[str, ...]:
         if (hidden := _first_hidden(subject)) is not None:
             batch, key, rows = hidden
             other = subject.row(_with_key(subject, batch, key, float("nan")), batch)[rows]
-            examination.hidden_nan = "contained" if np.isfinite(other).all() else "leaks"
+            examination.noted["hidden_nan"] = "contained" if np.isfinite(other).all() else "leaks"
     except Exception:
         return ()
     sees = np.broadcast_to(_rows_see(subject), (subject.workload.batch, *out.shape[:2]))[0]
@@ -388,7 +393,7 @@ def check_nan(examination: Examination) -> tuple[str, ...]:
 
 def _with_key(subject: Subject, batch: int, key: int, value: float) -> Inputs:
     """Return the first input set with one key and its value replaced."""
-    first = subject.draws.inputs(subject.layout)[0]
+    first = subject.inputs[0]
     index = (batch, key) if subject.layout == "bshd" else (batch, slice(None), key)
     k, v = (subject.framework.put(array, index, value) for array in (first.k, first.v))
     return first._replace(k=k, v=v)
@@ -402,14 +407,15 @@ def _tolerance(subject: Subject) -> float:
     return EPS[dtype] * (ULPS[dtype] + 2 * SUMMED_ULPS.get(dtype, 0.0) * subject.workload.kv_len**0.5)
 
 
-def check_one_value(subject: Subject) -> tuple[str, ...]:
+def check_one_value(examination: Examination) -> tuple[str, ...]:
     """Check on every row of every head that one value in all of V gives that value; return the property.
 
     Weights that sum to something else fail it, and so does a row that was left out.
     """
+    subject = examination.subject
     if subject.workload.pass_ == "backward":
         return ()
-    fw, first, dtype = subject.framework, subject.draws.inputs(subject.layout)[0], subject.workload.dtype
+    fw, first, dtype = subject.framework, subject.inputs[0], subject.workload.dtype
     value = VALUES.get(dtype, 1.0)
     out = run(subject.programs.main, first._replace(v=fw.put(first.v, (...,), value)))[0]
     known = _rows_see(subject)
@@ -431,10 +437,8 @@ def _rows_see(subject: Subject) -> np.ndarray:
     that do not see that one, as far as PAIRS_LOOKED_AT goes.
     """
     mask, shape = subject.workload.visible_mask, subject.workload.mask_shape
-    interval = mask.interval(shape)
-    if interval is not None:
-        low, high = (np.clip(edge, 0, shape.kv_len) for edge in interval)
-        return (high > low).astype(np.float64)[:, :, None]
+    if (runs := mask.runs(shape)) is not None:
+        return (runs[1] > runs[0]).astype(np.float64)[:, :, None]
     b, h, q, _ = mask.indices(shape)
     own = np.clip(q + shape.kv_len - shape.q_len, 0, shape.kv_len - 1)
     seen = np.broadcast_to(mask.predicate(shape, np)(b, h, q, own), np.broadcast_shapes(b.shape, h.shape, q.shape))

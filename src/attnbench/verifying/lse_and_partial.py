@@ -1,25 +1,31 @@
 """Checks of the call that returns the LSE too, and of the partial form, of which attention over parts of a whole is
-built.
+built; and the quality of sparse attention, which LSEs tell.
 
 The call with the LSE is another call: its output must be the verified one, and its LSE right on every input set, for
 large logits of either sign, at other places, and after other values were written where its inputs lay; so must its
 gradient if there is one. The output and LSE of the partial form are compared with the truth, and its gradients if
 output and LSE are those of a larger whole.
+
+Sparse attention is compared with dense attention in two cases. A mask with a `blocks` part defines what is dropped: it
+is compared with the same mask without that part, on the sampled rows, in float64. An approximate implementation that
+selects keys reports its selection, and exp(its LSE - the true one) is the share of a row's attention mass that the kept
+keys have, the recall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import array_api_compat
 import numpy as np
 
 from attnbench import reference
 from attnbench.frameworks import Inputs
-from attnbench.spec import DTYPE_BYTES, Array, Call
-from attnbench.verifying import probes, whole_output
+from attnbench.masks.cuts import block_layout
+from attnbench.spec import DTYPE_BYTES, Array, Call, Config, Errors, Implementation, Workload
+from attnbench.verifying import probes
 from attnbench.verifying.draws import SCALED, by_head
-from attnbench.verifying.invariants import draw_places, moved
+from attnbench.verifying.invariants import draw_places, moved_inputs, on_overwritten_inputs
 from attnbench.verifying.scales import COMPARED, require_right
 from attnbench.verifying.subject import Examination, Subject, Wrong, run
 from attnbench.verifying.tolerance import (
@@ -34,6 +40,7 @@ from attnbench.verifying.tolerance import (
     relative_error,
     spot,
 )
+from attnbench.verifying.whole_output import require_counted
 
 GRADIENT_PAIRS, GRADIENT_OFF = 1 << 24, {2: 0.05, 4: 1e-3, 8: 1e-3}
 """Most pairs of a query and a key in a head whose gradients of the LSE are computed, and the error they may have by
@@ -51,9 +58,8 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
     if subject.lse is None or subject.declared_error is not None:
         return ()
     limits = examination.found.limits("out", subject.workload.dtype)
-    sets = subject.draws.inputs(subject.layout)
     joined = _program(subject, subject.lse)
-    arrays = [joined(inputs) for inputs in sets]
+    arrays = [joined(inputs) for inputs in subject.inputs]
     for array, outputs in zip(arrays, good):
         _require_output(subject, array, outputs[0], limits)
     compared: list[Compared] = []
@@ -72,28 +78,19 @@ def check_lse(examination: Examination) -> tuple[str, ...]:
         _check_output_gradient(examination, subject.lse)
     bound = SLACK * worst.allowed
     if (places := draw_places(subject)) is not None:
-        elsewhere = Inputs(*(moved(subject, x, name, places) for name, x in zip(("q", "k", "v", "out"), sets[0])))
+        elsewhere = _lse(subject, joined(moved_inputs(subject, places)))
         there = np.take(_lse(subject, arrays[0])[places.batch], places.heads, axis=subject.head_axis)
-        _require_same(_lse(subject, joined(elsewhere)), there, bound, "from other places")
+        _require_same(elsewhere, there, bound, "from other places")
     if subject.framework.overwrites:
-        inputs = Inputs(*subject.framework.snapshot(tuple(sets[0])))
-        joined(inputs)
-        for array, values in zip(inputs, sets[1]):
-            subject.framework.overwrite(array, values)
-        again = _lse(subject, joined(inputs))
+        again = _lse(subject, on_overwritten_inputs(subject, joined))
         _require_same(again, _lse(subject, arrays[1]), bound, "after its inputs were overwritten in place")
-    examination.lse = worst.error
+    examination.noted["lse"] = worst.error
     return ()
 
 
 def sampled(subject: Subject, array: Array) -> list[np.ndarray]:
     """Return the LSE [g, rows] of each sampled head from an array with output and LSE side by side."""
     return [rows[..., 0] for rows in subject.sampled("out", array[..., -1:])]
-
-
-def on_first_set(subject: Subject, call: Call) -> list[np.ndarray]:
-    """Return the LSE [g, rows] of each sampled head by a call that returns (out, lse), on the first input set."""
-    return sampled(subject, _program(subject, call)(subject.draws.inputs(subject.layout)[0]))
 
 
 def _joined(subject: Subject, call: Call) -> Call:
@@ -114,7 +111,7 @@ def _joined(subject: Subject, call: Call) -> Call:
 def _program(subject: Subject, call: Call) -> Joined:
     """Compile a call that returns (out, lse) and return a function of inputs that gives both side by side."""
     fw = subject.framework
-    main = fw.programs(_joined(subject, call), "forward", subject.draws.inputs(subject.layout)[0]).main
+    main = fw.programs(_joined(subject, call), "forward", subject.inputs[0]).main
 
     def once(inputs: Inputs) -> Array:
         (array,) = run(main, inputs)
@@ -138,28 +135,31 @@ def _require_output(subject: Subject, array: Array, good: Array, limits: Limits)
 
 def _check_counted(subject: Subject, joined: Joined) -> None:
     """Check output and LSE on inputs of which every row is known to a small share of one key's weight."""
-    draws, w = subject.draws, subject.workload
-    array = joined(draws.probe("counted", subject.layout))
-    whole_output.require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
-    truths, rows = draws.truths("counted", False), draws.covered(False).rows
+    array = joined(subject.draws.probe("counted", subject.layout))
+    require_counted(subject, array[..., :-1], "output of the call that returns the LSE (keys counted)")
+    truths = subject.draws.truths("counted", False)
     exact = [truth.lse for truth in truths]
     rounding = FORWARD_FACTOR * compare_lse([truth.plain_lse for truth in truths], exact, exact).error
-    for heads, truth in draws.whole("counted", False):
-        mine = by_head(array[..., -1:], subject.layout, w.group, heads)
-        got = subject.framework.numpy(mine)[:, :, rows, 0].astype(np.float64)
-        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
+    for got, right in _whole_lse(subject, array, "counted"):
         bound = rounding + LSE_FLOOR * (1 + float(np.abs(right[np.isfinite(right)]).max(initial=0)))
-        _require_same(got, right.astype(np.float64), bound, "in some rows where all keys weigh alike")
+        _require_same(got, right, bound, "in some rows where all keys weigh alike")
+
+
+def _whole_lse(subject: Subject, array: Array, probe: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the LSE [heads, members, rows] of the covered heads in a result on a probe, and the right one."""
+    rows = subject.draws.covered(False).rows
+    for heads, truth in subject.draws.whole(probe, False):
+        yield subject.host(subject.heads("out", array[..., -1:], heads)[:, :, rows, 0]), subject.host(truth.lse)
 
 
 def _check_large(subject: Subject, joined: Joined) -> None:
     """Check output and LSE on inputs ten and a hundred times as large, and the LSE on queries that point at edges."""
     draws, w = subject.draws, subject.workload
     for scale in COMPARED:
-        inputs = draws.scaled(subject.layout, scale)
+        inputs = draws.probe(name := f"{SCALED}{scale:g}", subject.layout)
         if all(subject.framework.is_finite(x) for x in inputs):
             array = joined(inputs)
-            _require_large(subject, array, f"{SCALED}{scale:g}", f"inputs scaled by {scale:g}")
+            _require_large(subject, array, name, f"inputs scaled by {scale:g}")
             require_right(subject, scale, {"out": subject.framework.cast(array[..., :-1], w.dtype)})
     if w.pass_ == "forward":
         _require_large(
@@ -180,17 +180,13 @@ def _require_large(subject: Subject, array: Array, which: str, words: str) -> No
 
 def _check_steep(subject: Subject, joined: Joined) -> None:
     """Check output and LSE if all logits lie far below 0."""
-    draws, w = subject.draws, subject.workload
-    if not probes.can_be_steep(w):
+    if not probes.can_be_steep(subject.workload):
         return
-    array, rows = joined(draws.probe("steep", subject.layout)), draws.covered(False).rows
+    array = joined(subject.draws.probe("steep", subject.layout))
     what = "output of the call that returns the LSE (all logits far below 0)"
-    whole_output.require_counted(subject, array[..., :-1], what, "steep")
-    for heads, truth in draws.whole("steep", False):
-        mine = subject.framework.numpy(by_head(array[..., -1:], subject.layout, w.group, heads))
-        right = truth.lse if isinstance(truth.lse, np.ndarray) else subject.framework.numpy(truth.lse)
-        got, right = mine[:, :, rows, 0].astype(np.float64), right.astype(np.float64)
-        result = compare_large_lse(got, right, right, np.abs(right), w.dtype)
+    require_counted(subject, array[..., :-1], what, "steep")
+    for got, right in _whole_lse(subject, array, "steep"):
+        result = compare_large_lse(got, right, right, np.abs(right), subject.workload.dtype)
         if result.fault:
             raise Wrong(f"{result.fault} (all logits far below 0)")
 
@@ -201,7 +197,7 @@ def _check_output_gradient(examination: Examination, call: Call) -> None:
     A call that refuses gradients passes.
     """
     subject, fw = examination.subject, examination.subject.framework
-    inputs = subject.draws.inputs(subject.layout)[0]
+    inputs = subject.inputs[0]
     xp = array_api_compat.array_namespace(inputs.dout)
     dout = fw.cast(xp.concat([inputs.dout, 0 * inputs.dout[..., :1]], axis=-1), subject.wide)
     inputs = inputs._replace(dout=dout)
@@ -224,8 +220,7 @@ def _check_output_gradient(examination: Examination, call: Call) -> None:
 def _check_gradient(subject: Subject, call: Call) -> None:
     """Compare the gradients of a weighted sum of the LSE with the truth, in one head.
 
-    dS is P dLSE, so that dQ is an attention over K, and dK has the form of dV. Nothing is checked if there is a soft
-    cap, or if a head is too large.
+    Nothing is checked if there is a soft cap, or if a head is too large.
     """
     draws, w, fw = subject.draws, subject.workload, subject.framework
     if w.softcap is not None or not draws.gradient_heads or w.q_len * w.kv_len * w.group > GRADIENT_PAIRS:
@@ -236,39 +231,39 @@ def _check_gradient(subject: Subject, call: Call) -> None:
     xp = array_api_compat.array_namespace(last)
     nothing = xp.broadcast_to(0 * last, (*weights.shape, w.value_dim))
     dout = fw.transpose(xp.concat([nothing, last], axis=-1), "bshd", subject.layout)
-    inputs = draws.inputs(subject.layout)[0]._replace(dout=dout)
+    inputs = subject.inputs[0]._replace(dout=dout)
     outputs = run(fw.programs(_joined(subject, call), "backward", inputs).main, inputs)
     fw.wait(outputs)
     batch, index = at = draws.gradient_heads[int(rng.integers(len(draws.gradient_heads)))]
-    head, _ = _head_of(subject, at)
-    head, rows = head._replace(v=head.k), np.arange(w.q_len)
-    found = reference.forward_rows(w, head, rows, np, np.float64)
     own = weights[batch, :, subject.members("dq", at)].T[..., None]
-    own = np.where(np.isfinite(found.lse)[..., None], own * w.softmax_scale, 0.0)
-    right = {
-        "dq": found.out * own,
-        "dk": reference.backward_rows(w, head, own * head.q, rows, np, np.float64).dv[None],
-    }
-    for name, array in zip(("dq", "dk"), outputs):
-        got = subject.head_rows(array, batch, subject.members(name, at), None)
-        off = float(np.linalg.norm(got - right[name]) / (np.linalg.norm(right[name]) or 1.0))
+    exact = _gradients_of_lse(w, _head_of(subject, at)[0], own)
+    for name, array, right in zip(("dq", "dk"), outputs, exact):
+        got = subject.host(subject.heads(name, array, (at,)))[0]
+        off = float(np.linalg.norm(got - right) / (np.linalg.norm(right) or 1.0))
         if not off <= (allowed := GRADIENT_OFF[DTYPE_BYTES[w.dtype]]):
             raise Wrong(f"lse: its gradient {name} is off by {off:.1e}, {allowed:.1e} allowed (head {index})")
+
+
+def _gradients_of_lse(w: Workload, head: reference.Head, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return dq and dk [heads, tokens, width] of the sum of a head's LSE times weights [g, q_len, 1].
+
+    dS is P times the weights, so that dQ is an attention over K, and dK has the form of dV.
+    """
+    keys, rows, weights = head._replace(v=head.k), np.arange(w.q_len), w.softmax_scale * weights
+    dq = weights * reference.forward_rows(w, keys, rows, np, np.float64).out
+    return dq, reference.backward_rows(w, keys, weights * head.q, rows, np, np.float64).dv[None]
 
 
 def _head_of(subject: Subject, at: tuple[int, int]) -> tuple[reference.Head, np.ndarray]:
     """Return a head of the first input set and its dO, in float64."""
     group, inputs = subject.workload.group, subject.draws.input_set(0)
-    q, k, v, dout = (
-        subject.framework.numpy(by_head(x, "bshd", members, (at,))).astype(np.float64)[0]
-        for x, members in zip(inputs, (group, 1, 1, group))
-    )
+    q, k, v, dout = (subject.host(by_head(x, "bshd", n, (at,)))[0] for x, n in zip(inputs, (group, 1, 1, group)))
     return reference.Head(q, k[0], v[0], *at), dout
 
 
 def _lse(subject: Subject, array: Array) -> np.ndarray:
     """Return the LSE as float64, [b, t, h] or [b, h, t] by the layout."""
-    return subject.framework.numpy(array[..., -1]).astype(np.float64)
+    return subject.host(array[..., -1])
 
 
 def _require_same(got: np.ndarray, want: np.ndarray, bound: float, how: str) -> None:
@@ -301,7 +296,7 @@ def check_partial_form(examination: Examination) -> tuple[str, ...]:
     head, dout1 = _head_of(subject, at)
     right = reference.forward_rows(w, head, rows, np, np.float64)
     out, lse = forward(q, k, v)
-    mine, mine_lse = (fw.numpy(x).astype(np.float64) for x in (out, lse))
+    mine, mine_lse = (subject.host(x) for x in (out, lse))
     off = relative_error([mine[batch, :, members].transpose(1, 0, 2)], [right.out])
     if not off <= SLACK * relative:
         raise Wrong(f"its partial form: out is off by {off:.1e}, {SLACK * relative:.1e} allowed (head {index})")
@@ -321,8 +316,8 @@ def check_partial_form(examination: Examination) -> tuple[str, ...]:
     sees = np.isfinite(mine_lse).transpose(0, 2, 1)[..., None]
     out = fw.array(np.where(sees, own * mine + (1 - own) * mean, 0.0), w.dtype, subject.device)
     lse = fw.array(mine_lse - np.log(share), str(lse.dtype).rpartition(".")[2], subject.device)
-    gradients = [fw.numpy(x).astype(np.float64) for x in backward(q, k, v, out, lse, dout)]
-    whole = fw.numpy(out).astype(np.float64)[batch, :, members].transpose(1, 0, 2)
+    gradients = [subject.host(x) for x in backward(q, k, v, out, lse, dout)]
+    whole = subject.host(out)[batch, :, members].transpose(1, 0, 2)
     lives = np.isfinite(right.lse)
     ratio = np.where(lives, np.exp(np.where(lives, right.lse - fw.numpy(lse)[batch, members], 0.0)), 0.0)[..., None]
     exact = _gradients(subject, head, dout1, whole, ratio)
@@ -344,8 +339,49 @@ def _gradients(
     w, rows = subject.workload, np.arange(subject.workload.q_len)
     own = reference.forward_rows(w, head, rows, np, np.float64).out
     part = reference.backward_rows(w, head, dout * ratio, rows, np, np.float64)
-    weight = w.softmax_scale * (ratio * ((own - whole) * dout).sum(-1, keepdims=True))
-    keys = head._replace(v=head.k)
-    dq = part.dq + weight * reference.forward_rows(w, keys, rows, np, np.float64).out
-    dk = part.dk + reference.backward_rows(w, keys, weight * head.q, rows, np, np.float64).dv
-    return dq, dk[None], part.dv[None]
+    dq, dk = _gradients_of_lse(w, head, ratio * ((own - whole) * dout).sum(-1, keepdims=True))
+    return part.dq + dq, part.dk[None] + dk, part.dv[None]
+
+
+def quality_of(subject: Subject, implementation: Implementation, config: Config, errors: Errors) -> dict[str, float]:
+    """Return sparsity, recall of attention mass and error of the output by name; nothing if no block or key is dropped.
+
+    Only what an approximate implementation reports of its selection is believed, if it can be. Raises Wrong below a
+    declared recall.
+    """
+    if subject.workload.pass_ == "backward":
+        return {}
+    chosen = implementation.quality(subject.workload, config) if implementation.approximate else None
+    if chosen is None:
+        if (dense := subject.draws.without_blocks) is None:
+            return {}
+        layout = block_layout(subject.workload.visible_mask, subject.workload.mask_shape)
+        sparsity = {} if layout is None else {"sparsity": layout.sparsity}
+        kept, whole = subject.draws.truths(0, gradients=False), dense.truths(0, gradients=False)
+        recall = _recall([truth.lse for truth in kept], [truth.lse for truth in whole])
+        error = relative_error([truth.out for truth in kept], [truth.out for truth in whole])
+        return {**sparsity, "recall": recall, "output_error": error}
+    told = chosen(*subject.inputs[0][:3])
+    figures = {name: float(told[name]) for name in ("sparsity", "work") if name in told}
+    for name, value in figures.items():
+        if not (0 < value <= 1 if name == "work" else 0 <= value <= 1):
+            raise Wrong(f"reports {name} {value:g}, which must be a share of the pairs, at most 1")
+    if errors.forward is not None:
+        figures["output_error"] = errors.forward
+    if subject.lse is not None:
+        truths = subject.draws.truths(0, gradients=False)
+        mine = sampled(subject, _program(subject, subject.lse)(subject.inputs[0]))
+        figures["recall"] = _recall(mine, [truth.lse for truth in truths])
+    least = implementation.declared_recall
+    if least is not None and "recall" not in figures:
+        raise Wrong(f"declares a recall of {least:.3f}, but returns no LSE to measure it by")
+    if least is not None and not figures.get("recall", 0.0) >= least:
+        raise Wrong(f"recall of attention mass {figures.get('recall', 0.0):.3f} is less than the declared {least:.3f}")
+    return figures
+
+
+def _recall(kept: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> float:
+    """Return the mean share of attention mass that is kept, over rows that see a key in the whole."""
+    part, everything = (np.concatenate([lse.ravel() for lse in lses]) for lses in (kept, whole))
+    seen = np.isfinite(everything)
+    return float(np.exp(part[seen] - everything[seen]).mean()) if seen.any() else 1.0

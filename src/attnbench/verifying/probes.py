@@ -26,6 +26,7 @@ output is made of the light keys alone. A kernel that leaves out keys of little 
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil, floor, inf, lcm, log, log2, tanh
 from typing import Any
 
@@ -91,9 +92,7 @@ def counted(
     def put(values: np.ndarray) -> Any:
         return framework.array(values.astype(np.float32), w.dtype, device)
 
-    def signs(*shape: int) -> np.ndarray:
-        return rng.choice(np.array([-1, 1], np.float32), shape)
-
+    signs = partial(_signs, rng)
     order = _key_order(w.visible_mask, w.mask_shape)
     kind = order // 2 % 2
     rank = 2 * (order // 4) + order % 2
@@ -118,9 +117,12 @@ def counted(
     return Inputs(q, k, v, like.dout)
 
 
+def _signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.choice(np.array([-1, 1], np.float32), shape)
+
+
 def _sizes(w: Workload) -> tuple[int, int]:
-    """Return (ratio, power): the two kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 **
-    power."""
+    """Return (ratio, power): the kinds of keys are as ratio to ratio - 1, and q times k is multiplied by 2 ** power."""
     target = min(LARGE_LOGIT if w.softcap is None else NEAR_CAP * w.softcap, _largest_logit(w))
     slope = 1.0 if w.softcap is None else 1 - tanh(NEAR_CAP) ** 2
     ratio = next((n for n in STEPS if target * slope / n <= WIDEST_GAP), max(STEPS))
@@ -148,9 +150,7 @@ def steep(framework: Framework, device: str, workload: Workload, seed: int) -> I
         narrow = framework.array(values.astype(np.float32), w.dtype, device)
         return framework.snapshot((array_api_compat.array_namespace(narrow).broadcast_to(narrow, shape),))[0]
 
-    def signs(*shape: int) -> np.ndarray:
-        return rng.choice(np.array([-1, 1], np.float32), shape)
-
+    signs = partial(_signs, rng)
     axis = signs(w.head_dim)
     axis[rng.permutation(w.head_dim)[_channels(w) :]] = 0
     rung = np.arange(w.kv_len) * RUNGS // w.kv_len
@@ -175,8 +175,7 @@ def _steep_power(w: Workload) -> int:
 
 
 def counted_pairs(framework: Framework, device: str, workload: Workload, reach: np.ndarray, seed: int) -> Inputs:
-    """Draw the input set, bshd, of a workload with a head_dim of at least 2. `reach` [q_len] bounds how many keys each
-    row sees."""
+    """Draw the input set, bshd, for a head_dim of at least 2. `reach` [q_len] bounds how many keys each row sees."""
     w, rng = workload, np.random.default_rng([seed, 14])
 
     def put(values: np.ndarray) -> Any:
@@ -185,14 +184,11 @@ def counted_pairs(framework: Framework, device: str, workload: Workload, reach: 
     def one_hot(tokens: int, heads: int, channels: np.ndarray, width: int, size: np.ndarray, keep: float) -> Any:
         """Make [batch, tokens, heads, width]: +-size in one of the channels of every token that is kept, else 0."""
         shape = (w.batch, tokens, heads)
-        values = put(size * rng.choice([-1, 1], shape) * (rng.random(shape) < keep))
+        values = put(size * _signs(rng, *shape) * (rng.random(shape) < keep))
         chosen = channels[rng.integers(len(channels), size=shape)]
         lanes = framework.array(np.arange(width), "int32", device)
         here = framework.array(chosen, "int32", device)[..., None] == lanes
         return framework.cast(here, w.dtype) * values[..., None]
-
-    def signs(*shape: int) -> Any:
-        return put(rng.choice([-1, 1], shape))
 
     channels = rng.permutation(w.head_dim)
     of_q, of_k = np.split(channels, [w.head_dim // 2])
@@ -201,7 +197,8 @@ def counted_pairs(framework: Framework, device: str, workload: Workload, reach: 
     rows = most * min(len(of_q), len(of_v)) / (w.q_len * w.group)
     length = np.array(2.0 ** round(-log2(abs(w.softmax_scale)))) if w.softmax_scale else np.array(1.0)
     length = np.minimum(length, 2.0 ** floor(log2(LARGEST[w.dtype])))
-    v = signs(w.kv_len, w.value_dim)[None, :, None] * signs(w.batch, w.kv_heads, w.value_dim)[:, None]
+    per_key, per_head = put(_signs(rng, w.kv_len, w.value_dim)), put(_signs(rng, w.batch, w.kv_heads, w.value_dim))
+    v = per_key[None, :, None] * per_head[:, None]
     return Inputs(
         one_hot(w.q_len, w.heads, of_q, w.head_dim, length, 1.0),
         one_hot(w.kv_len, w.kv_heads, of_k, w.head_dim, length, most * len(of_k) / w.kv_len),
@@ -288,8 +285,7 @@ def sinks(framework: Framework, device: str, workload: Workload, normal: Inputs,
 
 
 def pointed_logit(w: Workload) -> float:
-    """Return the logit of keys that a query points at: all other keys together weigh less, as far as head_dim
-    allows."""
+    """Return the logit of keys that a query points at: all others together weigh less, as far as head_dim allows."""
     need, room = log(w.kv_len) + 3, w.head_dim / 2
     inside = 1 - 2 * need / room
     least = SHARP_ENOUGH if inside <= 0 else min(SHARP_ENOUGH, room * (1 - inside**0.5))
@@ -315,10 +311,9 @@ def targets(w: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return for every query the key at an edge and another visible one, [batch or 1, q, heads] each."""
     rng = np.random.default_rng([seed, 12])
     mask, shape = w.visible_mask, w.mask_shape
-    interval = mask.interval(shape)
-    if interval is not None:
-        low, high = (np.clip(edge, 0, w.kv_len)[..., None] for edge in np.broadcast_arrays(*interval))
-        return _of_intervals(low, np.maximum(low, high), w, rng)
+    if (runs := mask.runs(shape)) is not None:
+        low, high = (edge[..., None] for edge in runs)
+        return _of_intervals(low, high, w, rng)
     batch = w.batch if mask.per_batch else 1
     first, second = (rng.integers(w.kv_len, size=(batch, w.q_len, w.heads)) for _ in range(2))
     heads = w.heads if mask.per_head else 1

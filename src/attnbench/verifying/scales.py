@@ -11,7 +11,6 @@ wrong it is, and over many elements far sharper than any norm.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from attnbench.verifying.draws import SCALED, SETS
 from attnbench.verifying.invariants import head_norms, rounded_of_head
 from attnbench.verifying.subject import Examination, Subject, Wrong
 from attnbench.verifying.tolerance import EPS, SLACK, Limits, apart, first_over, rounded_terms, spot, typical_row
-from attnbench.verifying.truths import Truth
+from attnbench.verifying.truths import Truth, named
 
 SCALES = (0.1, 1.0, 10.0, 100.0)
 COMPARED = (10.0, 100.0)
@@ -51,17 +50,17 @@ def check_magnitudes(examination: Examination) -> tuple[str, ...]:
         _check_powers(subject, examination.outputs, examination.limits)
     tried: list[str] = []
     for scale in SCALES if examination.thorough else COMPARED:
-        inputs = subject.draws.scaled(subject.layout, scale)
+        inputs = subject.draws.probe(f"{SCALED}{scale:g}", subject.layout)
         if all(fw.is_finite(x) for x in inputs):
             outputs = subject.outputs(inputs)
             _require_finite(subject, outputs, f"inputs scaled by {scale:g}")
             if exact and scale in COMPARED:
                 require_right(subject, scale, outputs)
             tried.append(f"{scale:g}")
-    first = subject.draws.inputs(subject.layout)[0]
+    first = subject.inputs[0]
     q, k = (fw.put(x, (0, 0, 0, 0), OUTLIER) for x in (first.q, first.k))
     _require_finite(subject, subject.outputs(first._replace(q=q, k=k)), f"one input of {OUTLIER:g}")
-    examination.stability = "scales " + ", ".join([*tried, "outlier"])
+    examination.noted["stability"] = "scales " + ", ".join([*tried, "outlier"])
     return ("exact under powers of two",) if exact else ()
 
 
@@ -76,7 +75,7 @@ def check_after_large(examination: Examination) -> tuple[str, ...]:
     A kernel that keeps a maximum or a scale from call to call would lose small weights in it.
     """
     subject, fw, good = examination.subject, examination.subject.framework, examination.outputs
-    first, dtype = subject.draws.inputs(subject.layout)[0], subject.workload.dtype
+    first, dtype = subject.inputs[0], subject.workload.dtype
     largest = float(subject.draws.logit_gaps(0)[1].max())
     for beyond in LARGER if largest > 0 else ():
         q = fw.multiply(first.q, np.array((largest + beyond) / largest))
@@ -93,8 +92,7 @@ def check_after_large(examination: Examination) -> tuple[str, ...]:
 
 
 def _check_powers(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> None:
-    fw, w = subject.framework, subject.workload
-    first = subject.draws.inputs(subject.layout)[0]
+    fw, w, first = subject.framework, subject.workload, subject.inputs[0]
     for of_v, of_dout, of_q in FLOAT16_POWERS if w.dtype == "float16" else POWERS:
         powers = (of_q, -of_q, of_v, of_dout)
         inputs = Inputs(*(fw.multiply(x, np.array(2.0**n)) for x, n in zip(first, powers)))
@@ -131,13 +129,13 @@ def require_right(subject: Subject, scale: float, outputs: Mapping[str, Array]) 
     """
     draws, w, inputs = subject.draws, subject.workload, f"{SCALED}{scale:g}"
     name = "out" if "out" in outputs else "dv"
-    if name == "dv" and not draws.gradient_heads:
+    heads, _ = draws.known(gradients=name == "dv")
+    if not heads:
         return
     clear = None
     if name == "out":
         gap, largest = draws.logit_gaps(inputs)
         clear = (gap > CLEAR_GAP + CLEAR_ROUNDED * EPS[w.dtype] * largest) & (w.softcap is None)
-    heads = draws.sample.heads if name == "out" else draws.gradient_heads
     sampled = subject.sampled(name, outputs[name])
     for n, (at, got, truth) in enumerate(zip(heads, sampled, draws.truths(inputs, name == "dv"))):
         exact, plain = truth.exact(name), truth.plain(name)
@@ -186,12 +184,13 @@ Sets = Mapping[int | str, Mapping[str, Sequence[np.ndarray]]]
 """Input set or probe -> the outputs on it, {name: sampled heads}."""
 
 
-def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Array]) -> tuple[str, ...]:
+def check_scale_and_softcap(examination: Examination) -> tuple[str, ...]:
     """Estimate scale and soft cap from the outputs on the first input set; raises Wrong if one is off.
 
     More sets are drawn if the first has too few rows or is not of normal numbers. Gradients show the soft cap best on
     logits near it.
     """
+    subject, outputs = examination.subject, examination.outputs
     w, draws = subject.workload, subject.draws
     asked = {"scale": (w.softmax_scale, SCALE_OFF)}
     if w.softcap is not None:
@@ -199,23 +198,22 @@ def check_scale_and_softcap(subject: Subject, outputs: Mapping[str, Array]) -> t
     rows = len(draws.sample.heads) * min(w.group * len(draws.sample.rows), w.kv_len)
     if rows < ENOUGH_ROWS or w.inputs != "normal":
         more = min(MOST_SETS, -(-ENOUGH_ROWS // rows))
-        sets: Sets = {which: _sampled_outputs(subject, which) for which in range(SETS, SETS + more)}
+        sets: Sets = {which: _sampled(subject, subject.outputs(which)) for which in range(SETS, SETS + more)}
     else:
-        sets = {0: {name: subject.sampled(name, array) for name, array in outputs.items()}}
+        sets = {0: _sampled(subject, outputs)}
     names = [name for name in outputs if name == "out" or draws.gradient_heads]
     for parameter, (value, off) in asked.items():
         for name in names if value else ():
             _require_estimate(subject, name, parameter, value, off, sets)
     if w.softcap is not None and (gradients := [name for name in names if name != "out"]):
-        pointed: Sets = {"pointed": _sampled_outputs(subject, "pointed")}
+        pointed: Sets = {"pointed": _sampled(subject, subject.outputs("pointed"))}
         for name in gradients:
             _require_estimate(subject, name, "softcap", w.softcap, CAP_OFF, pointed)
     return ()
 
 
-def _sampled_outputs(subject: Subject, which: int | str) -> dict[str, Sequence[np.ndarray]]:
-    inputs = Inputs(*(subject.framework.transpose(x, "bshd", subject.layout) for x in subject.draws.input_set(which)))
-    return {name: subject.sampled(name, array) for name, array in subject.outputs(inputs).items()}
+def _sampled(subject: Subject, outputs: Mapping[str, Array]) -> Mapping[str, Sequence[np.ndarray]]:
+    return {name: subject.sampled(name, array) for name, array in outputs.items()}
 
 
 def _require_estimate(subject: Subject, name: str, parameter: str, value: float, off: float, sets: Sets) -> None:
@@ -224,33 +222,30 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
     draws, gradients = subject.draws, name != "out"
     errors, usual, slopes = [], [], []
     for which, outputs in sets.items():
-        found = draws.shifted(which, gradients, STEP, **{parameter: value})
+        found = draws.shifted(which, gradients, STEP, parameter, value)
         for got, truth, slope in zip(outputs[name], draws.truths(which, gradients), found):
             exact = truth.exact(name)
             errors.append(got - exact)
             usual.append(truth.plain(name) - exact)
-            slopes.append(
-                _without_rounding(slope[("out", "dq", "dk", "dv").index(name)].reshape(exact.shape), truth, name)
-            )
+            slopes.append(_without_rounding(named(slope, name), truth, name))
     _require_near(f"{name}: as if {parameter} were", errors, usual, slopes, value, off)
-    heads, members = draws.gradient_heads if gradients else draws.sample.heads, len(errors[0])
+    heads, members = draws.known(gradients)[0], len(errors[0])
     count = len(heads) * members
     if parameter != "scale" or count == 1:
         return
     for n, at in enumerate(heads):
         for member in range(members):  # of each head on the first set, then on the next
             mine, plain, slope = ([x[member] for x in arrays[n :: len(heads)]] for arrays in (errors, usual, slopes))
-            head = f"{'head' if name in ('out', 'dq') else 'key/value head'} {subject.members(name, at).start + member}"
-            what = f"{name}: as if in batch {at[0]}, {head} scale were"
+            what = f"{name}: as if in {subject.place(name, at, member)} scale were"
             _require_near(what, mine, plain, slope, value, off, TAIL / count)
 
 
 def _without_rounding(slope: np.ndarray, truth: Truth, name: str) -> np.ndarray:
     """Return a slope without the rows that are only what rounding leaves of cancelling terms in the reference, as those
     of a query that sees one key: their gradient is 0 at any scale."""
-    if name not in ("dq", "dk") or truth.cancelling_grads is None:
+    if (terms := truth.cancelling(name)) is None:
         return slope
-    least = rounded_terms(truth.cancelling_grads[name == "dk"], "float64", slope.shape[-1]) / STEP
+    least = rounded_terms(terms, "float64", slope.shape[-1]) / STEP
     return np.where((np.linalg.norm(slope, axis=-1) > least)[..., None], slope, 0.0)
 
 
@@ -263,24 +258,18 @@ def _require_near(
     off: float,
     tail: float = TAIL,
 ) -> None:
-    mine, plain = estimate(errors, slopes, tail), estimate(usual, slopes, tail)
-    limit = off + mine.uncertainty + PLAIN_FACTOR * abs(plain.value)
-    if not abs(mine.value) <= limit:
+    (share, chance), (plain, _) = (estimate(some, slopes, tail) for some in (errors, usual))
+    limit = off + chance + PLAIN_FACTOR * abs(plain)
+    if not abs(share) <= limit:
         raise Wrong(
-            f"{what} {value * (1 + mine.value):.5g}, not {value:.5g} (off by {100 * mine.value:.2g} %, "
-            f"{100 * limit:.2g} % allowed)"
+            f"{what} {value * (1 + share):.5g}, not {value:.5g} (off by {100 * share:.2g} %, {100 * limit:.2g} % "
+            "allowed)"
         )
 
 
-class ShareEstimate(NamedTuple):
-    """The share by which a parameter seems off, and how far chance alone may move it."""
-
-    value: float
-    uncertainty: float
-
-
-def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> ShareEstimate:
-    """Return the multiple of the slopes [..., rows, width] that fits the errors best; (0, inf) without any slope.
+def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> tuple[float, float]:
+    """Return the multiple of the slopes [..., rows, width] that fits the errors best, which is the share by which a
+    parameter seems off, and how far chance alone may move it; (0, inf) without any slope.
 
     Errors within a row are not independent, since a rounded logit moves all of it; those of different rows are taken as
     independent.
@@ -289,12 +278,12 @@ def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: f
     weights = np.einsum("ij,ij->i", slope, slope)
     size = float(weights.sum())
     if not size > 0:
-        return ShareEstimate(0.0, float("inf"))
+        return 0.0, float("inf")
     found = float(np.vdot(error, slope)) / size
     rest = np.einsum("ij,ij->i", error - found * slope, slope)
     rows = size**2 / float(weights @ weights)
     if rows < 2:
-        return ShareEstimate(found, float("inf"))
+        return found, float("inf")
     from scipy.special import stdtrit
 
-    return ShareEstimate(found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size))
+    return found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size)

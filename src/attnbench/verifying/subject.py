@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from attnbench.frameworks import OUTPUTS, Framework, Inputs, Program, Programs
 from attnbench.spec import Array, Call, Errors, Layout, Partial, VerifiedAt, Workload
-from attnbench.verifying.draws import Draws
+from attnbench.verifying.draws import Draws, Heads, by_head
 from attnbench.verifying.tolerance import BACKWARD_FACTOR, Limits
+
+LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
 
 def run(program: Program, inputs: Inputs) -> tuple[Array, ...]:
@@ -44,9 +47,15 @@ class Subject:
     lse_gradient: bool = False
     """Whether the LSE is declared to be differentiable."""
 
-    def outputs(self, inputs: Inputs) -> dict[str, Array]:
-        """Return the finished outputs of one untimed call by name."""
-        arrays = run(self.programs.main, inputs)
+    @property
+    def inputs(self) -> list[Inputs]:
+        """Drawn input sets in the subject's layout."""
+        return self.draws.inputs(self.layout)
+
+    def outputs(self, inputs: Inputs | int | str) -> dict[str, Array]:
+        """Return the finished outputs of one untimed call by name; inputs may be named as in `Draws.input_set`."""
+        given = inputs if isinstance(inputs, Inputs) else self.draws.probe(inputs, self.layout)
+        arrays = run(self.programs.main, given)
         self.framework.wait(arrays)
         return self.named(arrays)
 
@@ -64,22 +73,29 @@ class Subject:
     def members(self, name: str, at: tuple[int, int]) -> slice:
         """Return the heads of an output that belong to a pair of batch row and key/value head: a group of query heads,
         or the one head of a gradient of K or V."""
-        count = 1 if name in ("dk", "dv") else self.workload.group
+        count = self.workload.group if name in ("out", "dq") else 1
         return slice(at[1] * count, (at[1] + 1) * count)
 
-    def head_rows(self, array: Array, batch: int, heads: slice, rows: np.ndarray | None) -> np.ndarray:
-        """Return [heads, rows, width] of one batch row as float64, from any layout."""
-        part = array[batch]
-        part = part[:, heads] if self.layout == "bshd" else part[heads]
-        values = self.framework.numpy(part).astype(np.float64)
-        values = values.transpose(1, 0, 2) if self.layout == "bshd" else values
-        return values if rows is None else values[:, rows]
+    def place(self, name: str, at: tuple[int, int], member: int = 0) -> str:
+        """Return words for a head of an output, the member-th of a pair of batch row and key/value head."""
+        kind = "head" if name in ("out", "dq") else "key/value head"
+        return f"batch {at[0]}, {kind} {self.members(name, at).start + member}"
+
+    def heads(self, name: str, array: Array, heads: Heads) -> Array:
+        """Return [n, members, tokens, width] of an output, as in `by_head`."""
+        return by_head(array, self.layout, self.workload.group if name in ("out", "dq") else 1, heads)
+
+    def host(self, array: Array) -> np.ndarray:
+        """Return a NumPy array of float64."""
+        return (array if isinstance(array, np.ndarray) else self.framework.numpy(array)).astype(np.float64)
 
     def sampled(self, name: str, array: Array) -> list[np.ndarray]:
         """Return rows [members, rows, width] of each head whose truth is known in float64."""
-        sample = self.draws.sample
-        heads, rows = (sample.heads, sample.rows) if name == "out" else (self.draws.gradient_heads, None)
-        return [self.head_rows(array, at[0], self.members(name, at), rows) for at in heads]
+        heads, rows = self.draws.known(gradients=name != "out")
+        if not heads:
+            return []
+        own = self.heads(name, array, heads)
+        return list(self.host(own[:, :, rows] if name == "out" else own))
 
     @property
     def wide(self) -> str:
@@ -137,12 +153,8 @@ class Examination:
     """Function that returns the implementation's call for another workload, or None."""
     partial: Callable[[], Partial | None] | None
     """Function that returns the implementation's partial form, or None."""
-    lse: float | None = None
-    """Error of the LSE."""
-    stability: str = ""
-    """Scales of the inputs at which results are finite and right."""
-    hidden_nan: str = ""
-    """Reach of a NaN that the mask hides: contained or leaks."""
+    noted: dict[str, Any] = field(default_factory=dict)
+    """Fields of Errors that checks fill in: lse, stability, hidden_nan."""
     notes: list[str] = field(default_factory=list)
     """As in Findings."""
 

@@ -24,16 +24,13 @@ from attnbench.verifying.input_transforms import CallInputs, Transform, Transfor
 from attnbench.verifying.invariants import OVERWRITES
 from attnbench.verifying.subject import Findings, Wrong
 from attnbench.verifying.tolerance import (
-    LARGE_ROW,
-    MISSING,
     SLACK,
-    SMALL_ROW,
-    ZERO_ROW,
     Apart,
     apart,
     first_over,
     rounded_terms,
     row_errors,
+    row_limits,
     spot,
     typical_row,
 )
@@ -270,8 +267,7 @@ class TimedChecks:
     def _truth(
         self, which: int, at: tuple[int, int], rows: np.ndarray, q: np.ndarray, dout: np.ndarray | None, forward: bool
     ) -> dict[str, tuple[np.ndarray, np.ndarray | float]]:
-        """Return output and dQ [g, rows, width] of queries [g, rows, d] at these rows, each with what rounding may
-        leave in its rows."""
+        """Return output and dQ [g, rows, width] of queries [g, rows, d], and what rounding may leave in each row."""
         w, whole = self._workload, Box(*at, 0, self._workload.kv_len)
         k, v = (self.boxes.cut(x, whole, of_keys=True) for x in (self._sets[which].k, self._sets[which].v))
         namespace, wide = self._namespace, self._float64
@@ -328,11 +324,8 @@ class TimedChecks:
         limits = self._findings.limits(name, self._workload.dtype).widened(SLACK)
         off, size = (np.linalg.norm(x, axis=-1) for x in (got - right, right))
         typical = self._typical_row(name)
-        scale = np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
-        share = row_errors(off, size, least, self._workload.dtype, scale)
-        large = (size >= LARGE_ROW * typical) & np.isfinite(limits.row)
-        allowed = np.where(large, min(limits.row, MISSING), limits.row)
-        if differs := first_over(share, allowed):
+        share = row_errors(off, size, least, self._workload.dtype, typical)
+        if differs := first_over(share, row_limits(size, limits.row, typical)):
             member, index = differs.place
             head = f"head {at[1] * self._workload.group + member}" if name in COPIED else f"key/value head {at[1]}"
             raise _wrong(name, f"batch {at[0]}, {head}, row {rows[index]}", differs.share, differs.allowed)
@@ -360,7 +353,8 @@ class TimedChecks:
         """
         w, outputs, of = self._workload, held.outputs, held.transform
         keys, queries, values, cotangents = (_Sum(self._number) for _ in range(4))
-        seen = _rows_that_see(w, at[0])
+        runs = w.visible_mask.runs(w.mask_shape)
+        seen = None if runs is None else np.broadcast_to(runs[1] > runs[0], (w.batch, w.q_len))[at[0]]
         for box in _blocks(at, w.kv_len, max(w.head_dim, w.value_dim)):
             dk, dv = (self._wide(self.boxes.cut(outputs[name], box, of_keys=True)) for name in ("dk", "dv"))
             k, v = self._keys_and_values(held, box)
@@ -392,8 +386,7 @@ class TimedChecks:
         return self._wide(k), self._wide(v)
 
     def _wants_keys(self, main: bool) -> bool:
-        """Return whether a visit's gradients of K and V are compared with the reference: the first time, then at
-        random."""
+        """Return whether a visit's gradients of K and V are compared with the reference: first, then at random."""
         w, faster = self._workload, 1 if self._on_host else DEVICE_FASTER
         pairs = w.q_len * w.group * w.kv_len
         if pairs > MOST_KEY_PAIRS * faster:
@@ -452,16 +445,6 @@ class _Sum:
 def _blocks(at: tuple[int, int], tokens: int, width: int) -> Iterator[Box]:
     step = max(1, BLOCK_VALUES // width)
     return (Box(*at, row, min(step, tokens - row)) for row in range(0, tokens, step))
-
-
-def _rows_that_see(workload: Workload, batch: int) -> np.ndarray | None:
-    """Return whether each query of a batch row sees a key; None if the mask is not a run of keys per query."""
-    interval = workload.visible_mask.interval(workload.mask_shape)
-    if interval is None:
-        return None
-    low, high = (np.clip(edge, 0, workload.kv_len) for edge in interval)
-    sees = np.broadcast_to(high > low, (workload.batch, workload.q_len))
-    return sees[batch]
 
 
 def _wrong(name: str, where: str, share: float, allowed: float) -> Wrong:

@@ -43,6 +43,9 @@ LSE_FLOOR = 1.5e-5
 SLACK = 4
 """Multiple of the allowed error between two results of one call: both may be right at twice it; a wrong one is far
 off."""
+LARGE_ROW, MISSING = 0.25, 0.5
+"""A row of at least this share of a typical one that is off by half of itself is another row, however coarse the dtype
+is: rounding that differs from call to call does not do that."""
 
 
 class Limits(NamedTuple):
@@ -124,22 +127,25 @@ def typical_row(size: np.ndarray) -> float:
     return float(np.median(size[size > 0])) if np.any(size > 0) else 1.0
 
 
-def row_scales(size: np.ndarray) -> np.ndarray:
-    """Return the sizes against which the errors of rows are measured, from the norms of the right rows."""
-    typical = typical_row(size)
-    return np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
-
-
 def row_errors(
-    off: np.ndarray, size: np.ndarray, least: np.ndarray | float, dtype: str, scales: np.ndarray | None = None
+    off: np.ndarray, size: np.ndarray, least: np.ndarray | float, dtype: str, typical: float | None = None
 ) -> np.ndarray:
     """Return the error of each row as a share of its size, or of `least`, what rounding may leave of terms that cancel,
     if that is more.
 
-    If sums are kept in the dtype itself, an error below `least` does not count.
+    Small rows are measured against a typical one: that of the right rows, whose norms are `size`, or the given one. If
+    sums are kept in the dtype itself, an error below `least` does not count.
     """
+    typical = typical_row(size) if typical is None else typical
+    scales = np.where(size < ZERO_ROW * typical, typical, np.maximum(size, SMALL_ROW * typical))
     uncounted = least if dtype in SUMMED_ULPS else 0.0
-    return np.maximum(off - uncounted, 0.0) / np.maximum(row_scales(size) if scales is None else scales, least)
+    return np.maximum(off - uncounted, 0.0) / np.maximum(scales, least)
+
+
+def row_limits(size: np.ndarray, limit: float, typical: float) -> np.ndarray:
+    """Return the allowed error of each row: no large one may be another row, unless any error is allowed."""
+    large = (size >= LARGE_ROW * typical) & math.isfinite(limit)
+    return np.where(large, min(limit, MISSING), limit)
 
 
 def _row_norms(array: np.ndarray) -> np.ndarray:
@@ -179,10 +185,8 @@ def compare(
         return Compared(float("inf"), 0.0, float("inf"), fault, int(np.argmax(bad)), bad)
     cancelled = np.zeros(1) if cancelling is None else np.concatenate([x.ravel() for x in cancelling])
     least = rounded_terms(cancelled, dtype, exact[0].shape[-1])
-    own, expected = (
-        float(np.linalg.norm([np.linalg.norm(x) for x in exact])),
-        typical * sum(x.size for x in exact) ** 0.5,
-    )
+    own = float(np.linalg.norm([np.linalg.norm(x) for x in exact]))
+    expected = typical * sum(x.size for x in exact) ** 0.5
     if own < ZERO_ROW * np.linalg.norm(cancelled):  # it should be 0: its content is rounding of these terms
         expected = float(np.linalg.norm(cancelled))
     mine, yardstick = (_norms(x, exact, least, expected, dtype) for x in (got, plain))
@@ -190,13 +194,9 @@ def compare(
     floor = EPS[dtype] * (FLOOR_ULPS[dtype] + more)
     largest = max(typical, *(float(np.abs(e).max()) for e in exact))
     if declared is not None:
-        fault = (
-            ""
-            if mine.relative <= declared
-            else f"{what}: error {mine.relative:.2e} is more than the declared {declared:.2e}"
-        )
+        over = f"{what}: error {mine.relative:.2e} is more than the declared {declared:.2e}"
         limits = Limits(declared, float("inf"), float("inf"))
-        return Compared(mine.relative, declared, mine.max_abs, fault, limits=limits)
+        return Compared(mine.relative, declared, mine.max_abs, "" if mine.relative <= declared else over, limits=limits)
     # Rounding of terms that cancel is allowed in addition, since their exact sum may be 0.
     terms = float(np.linalg.norm(least)) / (mine.total or 1.0)
     allowed = factor * yardstick.relative + EPS[dtype] * (WHOLE_FLOOR_ULPS[dtype] + more) + terms
@@ -209,12 +209,11 @@ def compare(
     unwidened = row_limit if cancelling is None else factor * _norms(plain, exact).worst_row + ROW_FLOORS * floor
     for name, (have, limit) in norms.items():
         if not have <= limit:
-            first = (
-                int(np.argmax(mine.rows > row_limit)) if np.any(mine.rows > row_limit) else int(np.argmax(mine.rows))
-            )
+            wrong = mine.rows > row_limit
             times = f"{have / limit:.1f} x the {name} error allowed" if limit else f"no {name} error is allowed"
             fault = f"{what}: {times} ({have:.2e} against {limit:.2e})"
-            return Compared(mine.relative, allowed, mine.max_abs, fault, first, mine.rows > row_limit)
+            first = int(np.argmax(wrong if wrong.any() else mine.rows))
+            return Compared(mine.relative, allowed, mine.max_abs, fault, first, wrong)
     # As shares of the result itself, whatever it was measured against here.
     relative = allowed * mine.total / max(own, TINY * mine.total) if mine.total else allowed
     limits = Limits(relative, norms["largest"][1] / (largest or 1.0), unwidened)
@@ -228,9 +227,8 @@ def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, siz
     """
     seen = np.isfinite(exact)
     if not np.array_equal(seen, np.isfinite(got)) or not np.all(got[~seen] == -np.inf):
-        return Compared(
-            float("inf"), 0.0, float("inf"), "lse: not finite, or not -inf exactly on the rows that see no key"
-        )
+        fault = "lse: not finite, or not -inf exactly on the rows that see no key"
+        return Compared(float("inf"), 0.0, float("inf"), fault)
     scale = np.maximum(np.maximum(sizes[seen], np.abs(exact[seen])), 1.0)  # a bias is part of it, and of no logit
     off, usual = (float((np.abs(x[seen] - exact[seen]) / scale).max(initial=0.0)) for x in (got, plain))
     usual = usual if np.isfinite(usual) else 0.0
@@ -245,12 +243,9 @@ def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: S
     seen = np.isfinite(truth)
     if not np.array_equal(seen, np.isfinite(mine)) or not np.all(mine[~seen] == -np.inf):
         return Compared(float("inf"), 0.0, float("inf"), "lse: not -inf exactly on the rows that see no key")
-    if not seen.any():
-        return Compared(0.0, 0.0, 0.0, "")
     mine, truth, yardstick = mine[seen], truth[seen], yardstick[seen]
-    error = float(np.abs(mine - truth).max())
-    floor = LSE_FLOOR * (1 + float(np.abs(truth).max()))
-    allowed = FORWARD_FACTOR * float(np.abs(yardstick - truth).max()) + floor
+    error, usual, size = (float(np.abs(x).max(initial=0.0)) for x in (mine - truth, yardstick - truth, truth))
+    allowed = FORWARD_FACTOR * usual + LSE_FLOOR * (1 + size)
     fault = "" if error <= allowed else f"lse: off by {error:.2e}, {allowed:.2e} allowed"
     return Compared(error, allowed, error, fault)
 
@@ -258,9 +253,6 @@ def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: S
 SMALL = 1e-3
 """Share of a typical batch row's size; smaller ones are compared with it instead."""
 BLOCK_ELEMENTS = 1 << 24
-LARGE_ROW, MISSING = 0.25, 0.5
-"""A row of at least this share of a typical one that is off by half of itself is another row, however coarse the dtype
-is: rounding that differs from call to call does not do that."""
 
 
 class Apart(NamedTuple):
@@ -280,36 +272,33 @@ def spot(differs: Apart, layout: Layout) -> str:
     return f"batch {batch}, head {head}, row {token}"
 
 
-class _Rows(NamedTuple):
-    size: np.ndarray
-    off: np.ndarray
-    largest: float
-    largest_off: tuple[float, tuple[int, ...]]
-
-
 def apart(framework: Framework, got: Array, good: Array, limits: Limits, dtype: str) -> Apart | None:
     """Return where `got` differs from `good` [..., width]; None if their rows, elements and batch rows all agree."""
     if good.ndim < 2:
         got, good = got.reshape(1, -1), good.reshape(1, -1)
-    rows = _norms_of_rows(framework, got, good, "float64" if dtype == "float64" else "float32")
+    size, off, largest, (most, place) = _norms_of_rows(
+        framework, got, good, "float64" if dtype == "float64" else "float32"
+    )
     limits = limits.widened(SLACK)
-    large = rows.size >= LARGE_ROW * typical_row(rows.size)
-    allowed = np.where(large & math.isfinite(limits.row), min(limits.row, MISSING), limits.row)
-    if differs := first_over(rows.off / row_scales(rows.size), allowed):
+    typical = typical_row(size)
+    if differs := first_over(row_errors(off, size, 0.0, dtype, typical), row_limits(size, limits.row, typical)):
         return differs
-    most, place = rows.largest_off
-    share = most / rows.largest if rows.largest else math.inf if most else 0.0
+    share = most / largest if largest else math.inf if most else 0.0
     if not share <= limits.largest:
         return Apart(place, share, limits.largest)
     # Batch rows as a whole; an array without batch, tokens and heads counts as one.
-    count = rows.size.shape[0] if rows.size.ndim == 3 else 1
-    size, off = (np.linalg.norm(norms.reshape(count, -1), axis=1) for norms in (rows.size, rows.off))
+    count = size.shape[0] if size.ndim == 3 else 1
+    size, off = (np.linalg.norm(norms.reshape(count, -1), axis=1) for norms in (size, off))
     size = np.maximum(size, SMALL * np.median(size))
     with np.errstate(divide="ignore", invalid="ignore"):
         return first_over(np.where(off == 0, 0.0, off / size), limits.relative)
 
 
-def _norms_of_rows(framework: Framework, got: Array, good: Array, wide: str) -> _Rows:
+def _norms_of_rows(
+    framework: Framework, got: Array, good: Array, wide: str
+) -> tuple[np.ndarray, np.ndarray, float, tuple[float, tuple[int, ...]]]:
+    """Return the norms of the right rows and of their differences, the largest element, and the largest difference of
+    one with the index of its row."""
     shape = tuple(good.shape)
     size, off = np.zeros(shape[:-1]), np.zeros(shape[:-1])
     largest, worst = 0.0, (0.0, (0,) * (len(shape) - 1))
@@ -326,7 +315,7 @@ def _norms_of_rows(framework: Framework, got: Array, good: Array, wide: str) -> 
             corner = np.unravel_index(int(np.argmax(off[block])), off[block].shape)
             start = (*(part.start for part in block), *(0 for _ in range(len(corner) - len(block))))
             worst = most, tuple(int(n) + first for n, first in zip(corner, start))
-    return _Rows(size, off, largest, worst)
+    return size, off, largest, worst
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +11,7 @@ import array_api_compat
 import numpy as np
 
 from attnbench import reference
+from attnbench.files import draft_of
 from attnbench.spec import Array, Workload
 
 
@@ -30,18 +29,21 @@ class Truth(NamedTuple):
 
     def exact(self, name: str) -> np.ndarray:
         """Return the exact output or gradient of that name, [members, rows, width]."""
-        return _output_or_gradient(name, self.out, self.grads)
+        return named((self.out, *(self.grads or ())), name)
 
     def plain(self, name: str) -> np.ndarray:
         """Return the output or gradient of a plain implementation, [members, rows, width]."""
-        return _output_or_gradient(name, self.plain_out, self.plain_grads)
+        return named((self.plain_out, *(self.plain_grads or ())), name)
+
+    def cancelling(self, name: str) -> np.ndarray | None:
+        """Return the sizes of the terms that cancel in each row of dq or dk; None for other outputs or if unknown."""
+        return dict(zip(("dq", "dk"), self.cancelling_grads or ())).get(name)
 
 
-def _output_or_gradient(name: str, out: np.ndarray, grads: tuple[np.ndarray, ...] | None) -> np.ndarray:
-    if name == "out":
-        return out
-    assert grads is not None
-    return grads[0] if name == "dq" else grads[("dq", "dk", "dv").index(name)][None]
+def named(results: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """Return one of (out, dq, dk, dv) of a key/value head, [members, rows, width]."""
+    array = results[("out", "dq", "dk", "dv").index(name)]
+    return array if name in ("out", "dq") else array[None]
 
 
 class Whole(NamedTuple):
@@ -106,9 +108,8 @@ def _added(xp: Any, whole: Array, part: Array, keys: slice) -> Array:
 Kind = TypeVar("Kind", Truth, Whole)
 
 
-class Shelf:
-    """A folder of right results that the workers of one workload share; without a folder each worker computes its
-    own."""
+class SharedResults:
+    """A folder of right results that the workers of a workload share; without one each worker computes its own."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -124,30 +125,21 @@ class Shelf:
         if self._folder is None:
             return compute()
         path = self._folder / f"{key}.npz"
-        with self._alone(key):
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # free again if this process dies
             if path.exists():
                 with np.load(path) as stored:
                     if np.array_equal(stored["proof"], proof):
                         return _unpacked(stored, kind)
                 return compute()
             truths = compute()
-            half_done = path.with_suffix(".part")
-            with half_done.open("wb") as file:
-                np.savez(file, **({"proof": proof} | _packed(truths)))  # pyright: ignore[reportArgumentType]
-            os.replace(half_done, path)
+            with draft_of(path) as draft, draft.open("wb") as file:
+                np.savez(file, **_packed(truths, proof))  # pyright: ignore[reportArgumentType]
             return truths
 
-    @contextmanager
-    def _alone(self, key: str) -> Iterator[None]:
-        """Hold a lock on a key; the lock of a process that dies is free again."""
-        assert self._folder is not None
-        with (self._folder / f"{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
-
-def _packed(truths: Sequence[Truth | Whole]) -> dict[str, np.ndarray]:
-    arrays: dict[str, np.ndarray] = {}
+def _packed(truths: Sequence[Truth | Whole], proof: np.ndarray) -> dict[str, np.ndarray]:
+    arrays = {"proof": proof}
     for number, truth in enumerate(truths):
         for name, value in truth._asdict().items():
             for part, array in enumerate(value if isinstance(value, tuple) else (value,)):

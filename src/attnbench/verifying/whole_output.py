@@ -15,9 +15,9 @@ import numpy as np
 from attnbench.masks import Dense, Mask
 from attnbench.spec import Array, Errors
 from attnbench.verifying import probes
-from attnbench.verifying.draws import Heads, by_head
-from attnbench.verifying.subject import Subject, Wrong
-from attnbench.verifying.tolerance import EPS, Limits, first_over, rounded_terms, row_errors, typical_row
+from attnbench.verifying.draws import Heads
+from attnbench.verifying.subject import LONG_NAMES, Examination, Subject, Wrong
+from attnbench.verifying.tolerance import EPS, first_over, rounded_terms, row_errors, typical_row
 from attnbench.verifying.truths import Whole
 
 KEY_SHARE, KEY_ULPS, KEY_SUMS = 0.03, 2, 1e-7
@@ -44,7 +44,6 @@ SMALLEST, UNDERFLOWS = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2
 """Smallest numbers that every device computes with (of float16, in float32), and multiple of them that is allowed."""
 ALIKE_WEIGHTS = 8
 """Ratio of the weights of two visible keys of a row up to which pairs can be counted."""
-LONG_NAMES = {"out": "output", "dq": "gradient of Q", "dk": "gradient of K", "dv": "gradient of V"}
 
 
 class RowNorms(NamedTuple):
@@ -56,36 +55,38 @@ class RowNorms(NamedTuple):
     """Size against which a row's error is measured at least."""
 
 
-def check_first(subject: Subject, good: Mapping[str, Array], limits: Mapping[str, Limits]) -> tuple[str, ...]:
+def check_first(examination: Examination) -> tuple[str, ...]:
     """Compare the outputs on the first input set with near-exact ones, row by row; return no property."""
-    for name, rows in _compared(subject, "first", good).items():
+    subject, limits = examination.subject, examination.limits
+    for name, rows in _compared(subject, "first", examination.outputs).items():
         allowed = max(min(MORE_ROWS * limits[name].row, MISSING), LEAST_ROW)
         share = row_errors(rows.off, rows.size, rows.least, subject.workload.dtype)
         _require(subject, f"{LONG_NAMES[name]} (all rows)", name, share, allowed)
     return ()
 
 
-def check_counted(subject: Subject) -> tuple[str, ...]:
+def check_counted(examination: Examination) -> tuple[str, ...]:
     """Check on `counted` inputs that no row is off by more than a share of one key's weight; return the property."""
+    subject = examination.subject
     if subject.workload.pass_ == "backward":
         return ()
     for name, words in (("counted", "keys counted"), ("shifted", "keys counted, logits of 0 and below")):
-        out = subject.outputs(subject.draws.probe(name, subject.layout))["out"]
+        out = subject.outputs(name)["out"]
         same = name == "counted" or subject.workload.softcap is None
         require_counted(subject, out, f"output ({words})", "counted" if same else name)
     return ("one key more or less",)
 
 
-def check_steep(subject: Subject) -> tuple[str, ...]:
+def check_steep(examination: Examination) -> tuple[str, ...]:
     """Check on `steep` inputs that rows are off by less than a share of one key's weight, rows of dV by less than a
     tenth.
 
     Nothing is checked if a soft cap makes all their logits alike.
     """
-    w, draws = subject.workload, subject.draws
-    if not probes.can_be_steep(w):
+    subject = examination.subject
+    if not probes.can_be_steep(subject.workload):
         return ()
-    outputs = subject.outputs(draws.probe("steep", subject.layout))
+    outputs = subject.outputs("steep")
     if not all(subject.framework.is_finite(array) for array in outputs.values()):
         raise Wrong("unstable: NaN or Inf if all logits lie far below 0, where the reference is finite")
     words = "(all logits far below 0)"
@@ -113,50 +114,51 @@ def _require_keys(subject: Subject, rows: RowNorms, what: str) -> None:
 
 
 def weights_differ(mask: Mask) -> bool:
-    """Return whether additive arrays in a mask may make one key weigh more than ALIKE_WEIGHTS times as much as
-    another."""
+    """Return whether additive arrays may make a key weigh more than ALIKE_WEIGHTS times as much as another."""
     dense = [part.values.array for part in mask.split() if isinstance(part, Dense) and part.weighted]
     finite = [values[np.isfinite(values)] for values in dense]
     return sum(float(np.ptp(values)) for values in finite if values.size) > log(ALIKE_WEIGHTS)
 
 
-def check_counted_pairs(subject: Subject) -> tuple[str, ...]:
+def check_counted_pairs(examination: Examination) -> tuple[str, ...]:
     """Check on `counted_pairs` inputs that no element of a gradient is off by the weight of one pair; return the
     property.
 
     Nothing is checked if the pass has no gradients, none fit the budget, or head_dim is 1.
     """
+    subject = examination.subject
     w, draws = subject.workload, subject.draws
     if not w.needs_gradients or not draws.covered(True).heads or w.head_dim < 2 or not w.softmax_scale:
         return ()
-    outputs = subject.outputs(draws.probe("counted_pairs", subject.layout))
+    outputs = subject.outputs("counted_pairs")
     weight, ulp = probes.pair_weight(draws.reached_keys), EPS[w.dtype]
     shares: dict[str, list[np.ndarray]] = {name: [] for name in ("dq", "dk", "dv")}
     for heads, truth in draws.whole("counted_pairs", True):
         assert truth.grads is not None
         for (name, found), right in zip(shares.items(), truth.grads):
             mine = _heads(subject, outputs[name], name, heads)
-            right = _host(subject, right) if isinstance(mine, np.ndarray) else right
+            right = subject.host(right) if isinstance(mine, np.ndarray) else right
             right = right if name == "dq" else right[:, None]
             xp = array_api_compat.array_namespace(mine)
             size = xp.abs(right)
             noise = xp.sqrt(2 * xp.mean(size * size, axis=-1, keepdims=True))
             allowed = PAIR_SHARE * weight + ulp * (PAIR_ULPS * size + PAIR_NOISE * noise)
-            found.append(_host(subject, xp.max(xp.abs(mine - right) / allowed, axis=-1)))
+            found.append(subject.host(xp.max(xp.abs(mine - right) / allowed, axis=-1)))
     for name, found in shares.items():
         what, of = f"{LONG_NAMES[name]} (pairs counted)", " times what rounding explains"
         _require(subject, what, name, np.concatenate(found), 1.0, of)
     return ("one pair more or less",)
 
 
-def check_pointed(subject: Subject) -> tuple[str, ...]:
+def check_pointed(examination: Examination) -> tuple[str, ...]:
     """Check on `pointed` inputs, each row of which depends on one pair, that gradients are right in every row.
 
     Nothing is checked if the pass has no gradients or none fit the budget.
     """
+    subject = examination.subject
     if not subject.draws.covered(True).heads or not subject.workload.needs_gradients:
         return ()
-    outputs = subject.outputs(subject.draws.probe("pointed", subject.layout))
+    outputs = subject.outputs("pointed")
     ulp = EPS[subject.workload.dtype]
     logits = POINTED_PER_LOGIT * ulp * probes.pointed_logit(subject.workload)
     limit = POINTED_FLOOR + POINTED_ULPS * ulp + logits
@@ -180,7 +182,7 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
     """Return the norms of all covered rows of each output that has some."""
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in outputs}
     backward = [name for name in outputs if name != "out"]
-    together = not backward or subject.draws.covered(True) == subject.draws.covered(False)
+    together = not backward or subject.draws.covered(True) is subject.draws.covered(False)
     passes = [(bool(backward), list(outputs))] if together else [(False, ["out"]), (True, backward)]
     for gradients, names in passes:
         sample = subject.draws.covered(gradients)
@@ -196,11 +198,9 @@ def _compared(subject: Subject, inputs: str, outputs: Mapping[str, Array]) -> di
 
 def _heads(subject: Subject, array: Array, name: str, heads: Heads) -> Array:
     """Return [n, members, rows, width] of key/value heads: NumPy on a CPU and in float64, else on the device."""
-    members = subject.workload.group if name in ("out", "dq") else 1
-    part = by_head(array, subject.layout, members, heads)
-    if subject.device == "cpu" or subject.workload.dtype == "float64":
-        return _host(subject, part)
-    return subject.framework.cast(part, "float32")
+    part = subject.heads(name, array, heads)
+    on_host = subject.device == "cpu" or subject.workload.dtype == "float64"
+    return subject.host(part) if on_host else subject.framework.cast(part, "float32")
 
 
 def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) -> tuple[np.ndarray, ...]:
@@ -214,12 +214,12 @@ def _norms(subject: Subject, name: str, mine: Array, truth: Whole, inputs: str) 
         least = terms.get(name)
         if name != "dq":
             right, least = right[:, None], None if least is None else least[:, None]
-    right = _host(subject, right) if isinstance(mine, np.ndarray) else right
-    size, off = (_host(subject, _row_norms(x)) for x in (right, mine - right))
+    right = subject.host(right) if isinstance(mine, np.ndarray) else right
+    size, off = (subject.host(_row_norms(x)) for x in (right, mine - right))
     if least is not None:
-        floor = rounded_terms(_host(subject, least), subject.workload.dtype, right.shape[-1])
+        floor = rounded_terms(subject.host(least), subject.workload.dtype, right.shape[-1])
     elif name == "out" and inputs in COUNTED:
-        floor = _host(subject, truth.top) * subject.workload.value_dim**0.5
+        floor = subject.host(truth.top) * subject.workload.value_dim**0.5
     else:
         floor = np.zeros_like(size)
     return size, off, floor if name == "out" else np.maximum(floor, _underflow(subject, name, inputs))
@@ -229,13 +229,13 @@ def _underflow(subject: Subject, name: str, inputs: str) -> float:
     """Return what a row of a gradient may lose because a dtype has no smaller numbers: each weight of the sum that the
     row is, and each element of the row itself, is a multiple of the smallest one."""
     w, draws = subject.workload, subject.draws
-    given = draws.input_set(0) if inputs == "first" else draws.probe(inputs, "bshd")
+    given = draws.input_set(0 if inputs == "first" else inputs)
     other, terms, scale = {
         "dq": (given.k, w.kv_len, w.softmax_scale),
         "dk": (given.q, w.q_len * w.group, w.softmax_scale),
         "dv": (given.dout, w.q_len * w.group, 1.0),
     }[name]
-    values = _host(subject, other).astype(np.float32)
+    values = subject.host(other).astype(np.float32)
     most = float(np.abs(values).max())
     size = most * float(np.sqrt(np.mean(np.square(values / most)))) if most else 0.0
     return UNDERFLOWS * SMALLEST[w.dtype] * other.shape[-1] ** 0.5 * (abs(scale) * size * terms**0.5 + 1)
@@ -246,10 +246,6 @@ def _row_norms(array: Array) -> Array:
     return xp.sqrt(xp.sum(array * array, axis=-1))
 
 
-def _host(subject: Subject, array: Array) -> np.ndarray:
-    return (array if isinstance(array, np.ndarray) else subject.framework.numpy(array)).astype(np.float64)
-
-
 def _require(
     subject: Subject, what: str, name: str, share: np.ndarray, allowed: np.ndarray | float, of: str = ""
 ) -> None:
@@ -257,10 +253,8 @@ def _require(
         return
     which, member, row = differs.place
     sample = subject.draws.covered(share.shape[0] != len(subject.draws.covered(False).heads))
-    at = sample.heads[which]
-    kind, token = "head" if name in ("out", "dq") else "key/value head", int(sample.rows[row]) if name == "out" else row
     raise Wrong(
-        f"{what}: {np.count_nonzero(~(share <= allowed))} of {share.size} rows are wrong, first at batch {at[0]}, "
-        f"{kind} {subject.members(name, at).start + member}, row {token} "
+        f"{what}: {np.count_nonzero(~(share <= allowed))} of {share.size} rows are wrong, first at "
+        f"{subject.place(name, sample.heads[which], member)}, row {sample.rows[row] if name == 'out' else row} "
         f"(off by {differs.share:.1e}{of}, {differs.allowed:.1e} allowed)"
     )

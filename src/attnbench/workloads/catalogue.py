@@ -16,7 +16,7 @@ from attnbench.workloads.steps import in_blocks
 from attnbench.workloads.suite_file import grid, models
 
 K = 1024
-
+PASSES = ["forward", "train"]
 SMALL = {"batch": 2, "q_len": 64, "heads": 4, "head_dim": 32}
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 128, 192, 256)
 
@@ -31,8 +31,7 @@ def _edge(tag: str, **fields: Any) -> list[Workload]:
 
 
 def _edge_shapes() -> list[Workload]:
-    """Return sizes, groups of heads, precisions, and q_len != kv_len in both alignments; with more queries than keys,
-    bottom-right rows see nothing."""
+    """Return sizes, groups of heads, precisions, and q_len != kv_len in both alignments, with rows that see nothing."""
     aligned = ["causal", "causal:top-left", "window:20:0", "window:20:5:top-left", "prefix:10", "prefix:10:top-left"]
     return [
         *_edge("one query", q_len=1, kv_len=64),
@@ -42,14 +41,14 @@ def _edge_shapes() -> list[Workload]:
         *_edge("primes", batch=1, q_len=131, mask="causal", pass_="train"),
         *(case for dim in HEAD_DIMS for case in _edge("head_dim", head_dim=dim, mask="causal")),
         *_edge("head_dim", head_dim=[72, 256], mask="causal", pass_="train"),
-        *_edge("v_head_dim", head_dim=48, v_head_dim=32, mask="causal", pass_=["forward", "train"]),
+        *_edge("v_head_dim", head_dim=48, v_head_dim=32, mask="causal", pass_=PASSES),
         *_edge("v_head_dim", head_dim=32, v_head_dim=64),
         *_edge("long row", batch=1, heads=1, q_len=3, kv_len=2000, mask="causal"),
         *_edge("MHA", mask=["full", "causal"], pass_=["backward", "train"]),
-        *_edge("GQA", heads="6:2", mask=["full", "causal"], pass_=["forward", "train"]),
-        *_edge("MQA", heads="8:1", mask="causal", pass_=["forward", "train"]),
+        *_edge("GQA", heads="6:2", mask=["full", "causal"], pass_=PASSES),
+        *_edge("MQA", heads="8:1", mask="causal", pass_=PASSES),
         *_edge("odd group", heads="9:3", mask="causal"),
-        *_edge("precision", dtype=["bfloat16", "float16", "float64"], mask="causal", pass_=["forward", "train"]),
+        *_edge("precision", dtype=["bfloat16", "float16", "float64"], mask="causal", pass_=PASSES),
         *_edge("precision", dtype="bfloat16", heads="8:2", head_dim=64, q_len=128, mask="window:32:0"),
         *_edge("T < S", q_len=40, kv_len=96, mask=aligned),
         *_edge("T < S", q_len=40, kv_len=96, heads="4:2", mask=aligned[:2], pass_="train"),
@@ -65,26 +64,22 @@ def _edge_masks() -> list[Workload]:
     rng = np.random.default_rng(0)
     kept = rng.random((2, 4, 4, 4)) < 0.5
     return [
-        *_edge("ragged", mask=["lengths:64,13", "lengths:1,63"], pass_=["forward", "train"]),
-        *_edge("ragged, an empty row", mask="lengths:0,40", pass_=["forward", "train"]),
+        *_edge("ragged", mask=["lengths:64,13", "lengths:1,63"], pass_=PASSES),
+        *_edge("ragged, an empty row", mask="lengths:0,40", pass_=PASSES),
         *_edge("ragged and causal", mask="causal&lengths:64,13"),
         *_edge("ragged decode", q_len=1, kv_len=64, heads="4:1", mask="lengths:64,13"),
-        *_edge("holes", mask=masks.valid(holes), pass_=["forward", "train"]),
-        *_edge(
-            "left padding, rows that see nothing",
-            mask=masks.causal() & masks.valid(left_padded),
-            pass_=["forward", "train"],
-        ),
+        *_edge("holes", mask=masks.valid(holes), pass_=PASSES),
+        *_edge("left padding, rows that see nothing", mask=masks.causal() & masks.valid(left_padded), pass_=PASSES),
         *_edge("window", mask=["window:0:0", "window:7:0", "window:7:3", "window:all:5", "window:5:all"]),
         *_edge("window", mask="window:7:0", pass_="train"),
         *_edge("prefix", mask=["prefix:0", "prefix:20", "prefix:64"]),
         *_edge("prefix", mask="prefix:20", pass_="train"),
-        *_edge("block causal", mask="block_causal:40,1,23", pass_=["forward", "train"]),
+        *_edge("block causal", mask="block_causal:40,1,23", pass_=PASSES),
         *_edge("block causal decode", q_len=24, kv_len=64, heads="8:1", mask="block_causal:40,1,23"),
-        *_edge("documents", mask=["documents:10,30,24", "causal&documents:10,30,24"], pass_=["forward", "train"]),
+        *_edge("documents", mask=["documents:10,30,24", "causal&documents:10,30,24"], pass_=PASSES),
         *_edge("documents, unsorted", mask=masks.documents(rng.integers(0, 3, (2, 64)))),
         *_edge("blocks", mask=masks.blocks(kept[0, 0], 16)),
-        *_edge("blocks per head", mask=masks.blocks(kept, 16), pass_=["forward", "train"]),
+        *_edge("blocks per head", mask=masks.blocks(kept, 16), pass_=PASSES),
         *_edge("blocks and causal", heads="4:2", mask=masks.causal() & masks.blocks(kept[0], 16), pass_="train"),
         *_edge("blocks, ragged edge", q_len=57, kv_len=57, mask=masks.blocks(np.tri(4, dtype=bool), 16)),
         *_edge("dense boolean", mask=masks.dense(rng.random((1, 1, 64, 64)) < 0.5)),
@@ -98,18 +93,18 @@ def _edge_logits() -> list[Workload]:
     bias = rng.standard_normal((1, 4, 64, 64)).astype(np.float32)
     partly_hidden = np.where(rng.random((2, 1, 64, 64)) < 0.2, -np.inf, bias[:, :1]).astype(np.float32)
     return [
-        *_edge("bias", mask=masks.dense(bias), pass_=["forward", "train"]),
+        *_edge("bias", mask=masks.dense(bias), pass_=PASSES),
         *_edge("bias with -inf", mask=masks.dense(partly_hidden)),
         *_edge("bias and causal", mask=masks.causal() & masks.dense(bias)),
         *_edge("dilated", mask=["dilated:16r1+32r2+64r4", "dilated:16r1+32r3+64r6:group"]),
-        *_edge("dilated and causal", mask="causal&dilated:16r1+32r2+64r4", pass_=["forward", "train"]),
+        *_edge("dilated and causal", mask="causal&dilated:16r1+32r2+64r4", pass_=PASSES),
         *_edge("dilated, ragged", q_len=61, mask="dilated:16r1+40r3"),
         *_edge("dilated, rows that see nothing", mask="dilated:32r2"),
         *_edge("dilated, no rate divides a segment", q_len=61, heads=12, mask="dilated:16r1+32r6+61r12", pass_="train"),
         *_edge("dilated, grouped heads", heads="6:2", mask="causal&dilated:16r1+64r4", pass_="train"),
-        *_edge("dilated, ragged and an empty row", mask="dilated:16r1+64r3&lengths:0,41", pass_=["forward", "train"]),
+        *_edge("dilated, ragged and an empty row", mask="dilated:16r1+64r3&lengths:0,41", pass_=PASSES),
         *_edge("dilated, 16 bits", dtype="bfloat16", mask="causal&dilated:16r1+64r4", pass_="train"),
-        *_edge("softcap", softcap=5.0, mask="causal", pass_=["forward", "train"]),
+        *_edge("softcap", softcap=5.0, mask="causal", pass_=PASSES),
         *_edge("softcap", softcap=50.0, mask="window:16:0", heads="4:2"),
         *_edge("scale", scale=[0.05, 1.0], mask="causal"),
         *_edge("scale and softcap", scale=0.5, softcap=20.0, mask="causal"),
@@ -118,8 +113,7 @@ def _edge_logits() -> list[Workload]:
 
 
 def step_edges() -> list[Workload]:
-    """Return small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; pi0's
-    steps."""
+    """Return small steps: dilated with grouped heads, an odd length, 16 bits, lengths, blocks; Gemma blocks; pi0."""
     pattern, shape = "dilated:16r1+32r2", {"head_dim": 16, "step": "multihead"}
     return [
         *grid(batch=2, q_len=61, heads="4:2", mask=f"causal&{pattern}", pass_="train", **shape),
@@ -148,7 +142,6 @@ def pi0_edges(**fields: Any) -> list[Workload]:
     ]
 
 
-SPARSE_PASSES = ["forward", "train"]
 PER_HEAD_TOKENS = 4 * K
 """Largest length with a random pattern per head; above it heads share one, because a record carries its mask."""
 
@@ -175,18 +168,16 @@ def _sparse(pattern: str, sparsity: float, q_len: int, fields: dict[str, Any], *
     heads = fields["heads"] if q_len <= PER_HEAD_TOKENS else 1
     mask = sparse_mask(pattern, sparsity, MaskShape(1, heads, q_len, q_len), **options)
     tags = [pattern, f"{sparsity:.0%} sparse"]
-    return grid(**fields, q_len=q_len, mask=mask, pass_=SPARSE_PASSES, tags=tags)
+    return grid(**fields, q_len=q_len, mask=mask, pass_=PASSES, tags=tags)
 
 
-PASSES = ["forward", "train"]
 DILATION = "dilated:64r1+128r2+256r4"
 BLOCK = 32
 SPARSITY = 0.75
 
 
 def regression() -> list[Workload]:
-    """Return dense, causal, grouped, windowed, prefixed, decoding, dilated and block-sparse problems, and steps with
-    them."""
+    """Return dense, causal, grouped, windowed, prefixed, decoding, dilated and block-sparse problems, and steps."""
     shape = {"batch": 1, "q_len": 256, "heads": 4, "head_dim": 64}
     step = shape | {"head_dim": 32}
     place = MaskShape(1, 4, 256, 256)
@@ -224,8 +215,7 @@ def quick() -> list[Workload]:
 
 
 def ci() -> list[Workload]:
-    """Return the workloads that a gate measures in every change: a forward pass, a masked one, a training and a
-    decoding step."""
+    """Return what a gate measures in every change: a forward pass, a masked one, a training and a decoding step."""
     shape = {"batch": 1, "q_len": 512, "heads": 8, "head_dim": 64}
     return [
         *grid(**shape, mask=["full", "causal"]),
@@ -236,31 +226,25 @@ def ci() -> list[Workload]:
 
 def whole_grid() -> list[Workload]:
     """Return the grid of 5 lengths x 4 batches x 2 head layouts x 2 passes."""
-    return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16], ["32:32", LLAMA_HEADS], ["forward", "train"])
+    return _grid([512, 1 * K, 2 * K, 4 * K, 8 * K], [1, 4, 8, 16])
 
 
-def _grid(q_len: list[int], batch: list[int], heads: list[str], passes: list[str]) -> list[Workload]:
-    return grid(q_len=q_len, batch=batch, heads=heads, pass_=passes, head_dim=128, dtype="bfloat16", mask="causal")
+def _grid(q_len: list[int], batch: list[int]) -> list[Workload]:
+    shape = {"heads": ["32:32", LLAMA_HEADS], "pass_": PASSES, "head_dim": 128, "dtype": "bfloat16", "mask": "causal"}
+    return grid(q_len=q_len, batch=batch, **shape)
 
 
 def grid_gpu() -> list[Workload]:
     """Return 24 workloads of `grid`: each length from launch-bound to large, both head layouts, forward and train."""
-    both, passes = ["32:32", LLAMA_HEADS], ["forward", "train"]
     corners = [(512, [1, 16]), (1 * K, [4]), (2 * K, [8]), (4 * K, [4]), (8 * K, [1])]
-    return [workload for q_len, batch in corners for workload in _grid([q_len], batch, both, passes)]
+    return [workload for q_len, batch in corners for workload in _grid([q_len], batch)]
 
 
 def square_cpu() -> list[Workload]:
     """Return one head with as many tokens as dimensions, on ramps of sines, cosines and tangents and on normals."""
-    sizes = (32, 64, 128, 256, 512)
-    kinds = ["sincostan", "normal"]
-    return [
-        w
-        for n in sizes
-        for w in grid(
-            batch=1, q_len=n, heads=1, head_dim=n, inputs=kinds, source="ramps of sines and cosines on square problems"
-        )
-    ]
+    source, kinds = "ramps of sines and cosines on square problems", ["sincostan", "normal"]
+    square = [{"q_len": n, "head_dim": n} for n in (32, 64, 128, 256, 512)]
+    return [w for sizes in square for w in grid(batch=1, heads=1, **sizes, inputs=kinds, source=source)]
 
 
 def decode() -> list[Workload]:
@@ -285,31 +269,23 @@ def long() -> list[Workload]:
 
 def million() -> list[Workload]:
     """Return 1M tokens, forward and train, 4 query heads on one key/value head: only linear memory can compute them."""
-    return grid(
-        batch=1, q_len=1024 * K, heads="4:1", head_dim=128, dtype="bfloat16", mask="causal", pass_=["forward", "train"]
-    )
+    return grid(batch=1, q_len=1024 * K, heads="4:1", head_dim=128, dtype="bfloat16", mask="causal", pass_=PASSES)
 
 
 PAPER_DILATION = "dilated:2048r1+4096r2+8192r4+16384r6+32768r12"
 
 
 def dilated() -> list[Workload]:
-    """Return LongNet's configuration at 2k to 1M tokens; wide heads, grouped heads and both directions at a few
-    lengths."""
-    shape = {
-        "batch": 1,
-        "dtype": "bfloat16",
-        "source": "LongNet (arXiv 2307.02486): w = 2048-32768, r = 1-12, 12 heads",
-    }
-    tokens, passes = [2 * K, 8 * K, 32 * K, 128 * K, 512 * K, 1024 * K], ["forward", "train"]
+    """Return LongNet's configuration at 2k to 1M tokens, at a few lengths with grouped heads and in both directions."""
+    source = "LongNet (arXiv 2307.02486): w = 2048-32768, r = 1-12, 12 heads"
+    shape = {"batch": 1, "dtype": "bfloat16", "pass_": PASSES, "source": source}
+    tokens, few = [2 * K, 8 * K, 32 * K, 128 * K, 512 * K, 1024 * K], [32 * K, 128 * K]
     causal = f"causal&{PAPER_DILATION}"
     return [
-        *grid(q_len=tokens, heads=12, head_dim=64, mask=causal, pass_=passes, tags=["paper"], **shape),
-        *grid(q_len=tokens, heads=12, head_dim=128, mask=causal, pass_=passes, tags=["wide"], **shape),
-        *grid(
-            q_len=[32 * K, 128 * K], heads="12:4", head_dim=128, mask=causal, pass_=passes, tags=["grouped"], **shape
-        ),
-        *grid(q_len=[32 * K, 128 * K], heads=12, head_dim=64, mask=PAPER_DILATION, pass_=passes, **shape),
+        *grid(q_len=tokens, heads=12, head_dim=64, mask=causal, tags=["paper"], **shape),
+        *grid(q_len=tokens, heads=12, head_dim=128, mask=causal, tags=["wide"], **shape),
+        *grid(q_len=few, heads="12:4", head_dim=128, mask=causal, tags=["grouped"], **shape),
+        *grid(q_len=few, heads=12, head_dim=64, mask=PAPER_DILATION, **shape),
     ]
 
 
@@ -318,8 +294,8 @@ def multihead() -> list[Workload]:
     shape = {"batch": 1, "dtype": "bfloat16", "step": "multihead"}
     causal = f"causal&{PAPER_DILATION}"
     return [
-        *grid(q_len=[8 * K, 32 * K, 128 * K], heads=12, head_dim=64, mask=causal, pass_=["forward", "train"], **shape),
-        *grid(q_len=32 * K, heads="12:4", head_dim=128, mask=causal, pass_=["forward", "train"], **shape),
+        *grid(q_len=[8 * K, 32 * K, 128 * K], heads=12, head_dim=64, mask=causal, pass_=PASSES, **shape),
+        *grid(q_len=32 * K, heads="12:4", head_dim=128, mask=causal, pass_=PASSES, **shape),
         *grid(q_len=32 * K, heads=12, head_dim=64, mask=PAPER_DILATION, **shape),
     ]
 
@@ -327,7 +303,7 @@ def multihead() -> list[Workload]:
 def models_e2e() -> list[Workload]:
     """Return Gemma-2B blocks on 8k tokens in JAX and PyTorch, and pi0's and pi0-FAST's steps at openpi's sizes."""
     shape = {"heads": "8:1", "head_dim": 256, "dtype": "bfloat16"}
-    stack = shape | {"mask": "causal", "step": "gemma-stack", "pass_": ["forward", "train"], "tags": ["gemma"]}
+    stack = shape | {"mask": "causal", "step": "gemma-stack", "pass_": PASSES, "tags": ["gemma"]}
     lengths = (1 * K, 2 * K, 4 * K, 8 * K)
     return [w for n in lengths for w in grid(q_len=n, batch=8 * K // n, **stack)] + _pi0_steps(shape)
 
@@ -342,17 +318,13 @@ def _pi0_steps(shape: dict[str, object]) -> list[Workload]:
     decode = fast | {"source": "pi0-FAST: openpi, 1018 tokens of prompt, the first 32 of its 256 steps"}
     joint = ["pi0-attention", "pi0-block", "pi0-model"]
     return [
-        *grid(batch=32, q_len=867, step=joint, pass_=["forward", "train"], tags=["pi0", "train"], **pi0),
+        *grid(batch=32, q_len=867, step=joint, pass_=PASSES, tags=["pi0", "train"], **pi0),
         *grid(batch=1, q_len=51, kv_len=867, step="pi0-sampler", tags=["pi0", "denoise"], **pi0),
         *grid(
             q_len=1018, kv_len=1274, mask="lengths:1018", step="pi0-fast-prefill", tags=["pi0-FAST", "prefill"], **fast
         ),
         *grid(q_len=32, kv_len=1050, mask="causal", step="pi0-fast-decode", tags=["pi0-FAST", "decode"], **decode),
     ]
-
-
-def _from_models(suite: str) -> Callable[[], list[Workload]]:
-    return lambda: [workload for of, _, workloads in models() if of == suite for workload in workloads]
 
 
 BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
@@ -367,7 +339,7 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
         whole_grid,
     ),
     "grid-gpu": ("24 of grid, for a first run on a GPU", grid_gpu),
-    "gemma": ("openpi's pi0, pi0.5, pi0-FAST and SigLIP: train, prefill, denoise, decode", _from_models("gemma")),
+    "gemma": ("openpi's pi0, pi0.5, pi0-FAST and SigLIP: train, prefill, denoise, decode", lambda: models()["gemma"]),
     "square-cpu": ("one head, tokens = dim in 32-512, sin/cos/tan and random inputs, float32", square_cpu),
     "decode": ("1-8 queries against 1k-128k keys, 32:8 heads of 128, bfloat16", decode),
     "long": ("32k-1M tokens, 8 heads of 128, bfloat16", long),
@@ -376,7 +348,7 @@ BUILTIN: Mapping[str, tuple[str, Callable[[], list[Workload]]]] = {
         block_sparse,
     ),
     "million": ("1M tokens, causal, 4:1 heads of 128, bfloat16, forward and train", million),
-    "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", _from_models("models")),
+    "models": ("Llama-3.1, Qwen3, Gemma-2, Gemma-3 and DeepSeek-V3: prefill and train", lambda: models()["models"]),
     "dilated": ("LongNet's five branches, 2k-1M tokens, 12 heads of 64 and 128, forward and train, bfloat16", dilated),
     "multihead": ("the dilated modules with their projections, 8k-128k tokens, forward and train", multihead),
     "models-e2e": (

@@ -40,17 +40,14 @@ class CallCost(Struct, frozen=True, kw_only=True):
 
 
 def demand(workload: Workload) -> CallCost:
-    """Return the cost of a call: of the attention, and of the step around it if the workload has one."""
-    inside = _attention(workload)
-    return inside if not workload.step else _with_surroundings(workload, inside)
+    """Return the cost of a call: of the attention, and of the step around it if the workload has one.
 
-
-def _with_surroundings(w: Workload, inside: CallCost) -> CallCost:
-    """Return the cost of a step, in which tokens are multiplied with weights.
-
-    The backward pass multiplies twice more and writes the weights' gradient. Least traffic: weights, inputs and outputs
-    once per pass, beside the traffic of the attention.
+    The backward pass of a step multiplies twice more with the weights and writes their gradient. Least traffic:
+    weights, inputs and outputs once per pass, beside the traffic of the attention.
     """
+    inside, w = _attention(workload), workload
+    if not w.step:
+        return inside
     around, size = STEPS[w.step].around(w), DTYPE_BYTES[w.dtype]
     attention = [(times, _attention(problem)) for times, problem in around.attention]
     passes = {"forward": 1, "backward": 2, "train": 3}[w.pass_]

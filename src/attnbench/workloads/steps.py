@@ -98,8 +98,7 @@ def block_sizes(w: Workload) -> tuple[int, ...] | None:
 
 
 def parts(w: Workload) -> tuple[int, int, int]:
-    """Return the tokens of the prefix, the state and the actions; all belong to the prefix unless the mask has three
-    blocks."""
+    """Return the tokens of prefix, state and actions; all are of the prefix unless the mask has three blocks."""
     sizes = block_sizes(w)
     return (sizes[0], sizes[1], sizes[2]) if sizes is not None and len(sizes) == 3 else (w.kv_len, 0, 0)
 
@@ -190,8 +189,7 @@ def _prefill(w: Workload) -> Around:
 
 
 def _decode(w: Workload) -> Around:
-    """Return the cost of q_len tokens one after another, each attending to all before it; every step reads all
-    weights."""
+    """Return the cost of q_len tokens in turn, each attending to all before it; every step reads all weights."""
     expert = experts(w)[0]
     weights = depth(w) * _block(w, expert) + vocabulary(w) * expert.width
     prompt = max(0, w.kv_len - w.q_len)

@@ -19,7 +19,6 @@ from msgspec import Struct
 from attnbench import masks
 from attnbench.errors import BrokenFile, InvalidWorkload, UnknownName, UsageError
 from attnbench.files import line_of, lines_of, read_toml, write_texts
-from attnbench.masks import MaskShape
 from attnbench.masks.text import MOST_DIGITS, mask_value, read_mask
 from attnbench.spec import SAME, Workload
 from attnbench.workloads.steps import STEPS
@@ -73,16 +72,17 @@ def _line_of_problem(text: str, number: int, entry: Mapping[str, Any], message: 
 
 
 @cache
-def models() -> tuple[tuple[str, str, tuple[Workload, ...]], ...]:
-    """Return (suite, model, workloads) of everything in models.toml."""
+def models() -> Mapping[str, list[Workload]]:
+    """Return the workloads of each suite in models.toml."""
     table = tomllib.loads(files("attnbench.workloads").joinpath("models.toml").read_text(encoding="utf-8"))
-    found: list[tuple[str, str, tuple[Workload, ...]]] = []
+    found: dict[str, list[Workload]] = {}
     for model in table["model"]:
         shared = {key: value for key, value in model.items() if key in FIELDS}
         shared["source"] = f"{model['name']}: {model['source']}"
-        entries = [shared | {**entry, "tags": [model["name"], *entry["tags"]]} for entry in model["workload"]]
-        found.append((model["suite"], model["name"], tuple(w for entry in entries for w in grid(**entry))))
-    return tuple(found)
+        for entry in model["workload"]:
+            tags = [model["name"], *entry["tags"]]
+            found.setdefault(model["suite"], []).extend(grid(**shared | entry | {"tags": tags}))
+    return found
 
 
 _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
@@ -91,7 +91,7 @@ _SAME = {"kv_len": "q_len", "kv_heads": "heads", "v_head_dim": "head_dim"}
 
 def write_suite(path: Path, name: str, description: str, workloads: Iterable[Workload]) -> None:
     """Write the file completely or not at all; an existing file is replaced."""
-    lines = [f"name = {_text(name)}", f"description = {_text(description)}"]
+    lines = [f"name = {_value(name)}", f"description = {_value(description)}"]
     for workload in workloads:
         lines += ["", "[[workload]]"]
         for field in msgspec.structs.fields(Workload):
@@ -111,17 +111,12 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return _text(value)
+        return msgspec.json.encode(value).decode()  # the escapes of JSON are valid in TOML
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(one) for one in value) + "]"
     return repr(value)
-
-
-def _text(value: str) -> str:
-    """Return a string as TOML text; the escapes of JSON are valid in TOML."""
-    return msgspec.json.encode(value).decode()
 
 
 FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Workload))
@@ -146,16 +141,17 @@ def grid(**axes: Any) -> list[Workload]:
     missing = [name for name in _REQUIRED if name not in named]
     if missing:
         raise InvalidWorkload(f"a workload also needs {', '.join(missing)}.")
-    for name, value in named.items():
-        if name not in _PLAIN and isinstance(value, list) and not value:
+    lists = _axes(named)
+    for name, values in lists.items():
+        if not values:
             raise InvalidWorkload(f"{name} is an empty list: give it at least one value, or leave it out.")
     if (count := count_workloads(named)) > MOST_WORKLOADS:
         raise InvalidWorkload(
-            f"{count:,} combinations of {', '.join(_axes(named))}; {MOST_WORKLOADS:,} at most are allowed at once: "
+            f"{count:,} combinations of {', '.join(lists)}; {MOST_WORKLOADS:,} at most are allowed at once: "
             "shorten a list, or split it."
         )
-    values = [value if isinstance(value, list) and name not in _PLAIN else [value] for name, value in named.items()]
-    workloads = (_workload(dict(zip(named, combination))) for combination in product(*values))
+    combinations = product(*(lists.get(name, [value]) for name, value in named.items()))
+    workloads = (_workload(dict(zip(named, combination))) for combination in combinations)
     return list({workload.id: workload for workload in workloads}.values())
 
 
@@ -184,10 +180,7 @@ def _workload(fields: dict[str, Any]) -> Workload:
         raise UnknownName("step", step, STEPS, "")
     mask = fields.pop("mask", None)
     bare = Workload(**fields)
-    if mask is None:
-        return bare
-    shape = MaskShape(bare.batch, bare.heads, bare.q_len, bare.kv_len)
-    return msgspec.structs.replace(bare, mask=read_mask(mask, shape))
+    return bare if mask is None else msgspec.structs.replace(bare, mask=read_mask(mask, bare.mask_shape))
 
 
 def read_heads(value: Any, kv_heads: int = SAME) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -12,14 +11,11 @@ from attnbench import masks
 from attnbench.errors import BrokenFile, UnknownName
 from attnbench.masks import AnyMask, Mask, MaskShape
 from attnbench.masks.base import FrozenArray, freeze
-from attnbench.masks.text import parse_mask
 from attnbench.spec import Workload
 from attnbench.workloads.catalogue import BUILTIN
 from attnbench.workloads.suite_file import Suite, read_suite
 
 STEP_HEAD_DIM = 32
-
-__all__ = ["Suite", "load", "names", "parse_mask", "quicken"]
 
 
 def names() -> list[str]:
@@ -61,8 +57,7 @@ HEADS = 8
 
 
 def shrink(workload: Workload) -> Workload:
-    """Return the workload with at most 512 tokens (4096 cached keys for few queries), batch 2 and 8 heads in the same
-    grouping."""
+    """Return the workload with at most 512 tokens (4096 cached keys), batch 2, and 8 heads in the same grouping."""
     w = workload
     q_len, kv_len, longest = w.q_len, w.kv_len, max(w.q_len, w.kv_len)
     if q_len <= TOKENS and q_len < kv_len:
@@ -75,7 +70,7 @@ def shrink(workload: Workload) -> Workload:
     if shape == w.mask_shape and kv_heads == w.kv_heads:
         return w
     sizes = {"batch": shape.batch, "heads": shape.heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
-    return msgspec.structs.replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
+    return replace(w, **sizes, mask=shrink_mask(w.visible_mask, w.mask_shape, shape))
 
 
 def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
