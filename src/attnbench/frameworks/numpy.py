@@ -181,7 +181,7 @@ class NumpyFramework(Framework):
         return Programs(train, 0, {"forward": forward, "backward": backward})
 
     def wait(self, tree: Any) -> None:
-        del tree
+        """Return at once: a call of NumPy ends when its result is there."""
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(x.copy() for x in tree)
@@ -229,7 +229,6 @@ class NumpyFramework(Framework):
         return Peak(peak, method="tracemalloc (NumPy reports every buffer)")
 
     def held(self, device: str) -> int | None:
-        del device
         return large_blocks()
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:

@@ -232,7 +232,6 @@ class _CuptiClient:
         buffer[0], size[0], most_records[0] = address, BUFFER_BYTES, 0
 
     def _take_buffer(self, context: int | None, stream: int, buffer: int, size: int, used: int) -> None:
-        del size
         try:
             self._work += self._records(buffer, used)
             dropped = ctypes.c_size_t(0)

@@ -20,17 +20,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UsageError
-from attnbench.frameworks.base import (
-    Clock,
-    Framework,
-    Inputs,
-    Peak,
-    Program,
-    Programs,
-    Setting,
-    WallClock,
-    Watched,
-)
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, Watched
 from attnbench.frameworks.jax.clocks import JaxKernelClock, cupti_problem, kernel_names
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.spec import Array, Call, Environment, Layout, Pass

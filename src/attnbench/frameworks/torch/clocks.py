@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
 from attnbench.frameworks.torch.programs import ReplayableProgram, is_device_work, raw_events, recorded, synchronize
-
-if TYPE_CHECKING:
-    import torch
 
 UNKNOWN_CACHE_BYTES = 64 << 20
 QUEUED_CALLS = 20
@@ -33,8 +32,6 @@ class ColdCache:
     TorchKernelClock."""
 
     def __init__(self, device: str) -> None:
-        import torch
-
         properties = torch.get_device_module(device).get_device_properties()
         size = getattr(properties, "L2_cache_size", 0) or UNKNOWN_CACHE_BYTES
         self._buffer = torch.empty(size, dtype=torch.int16, device=device)
@@ -55,8 +52,6 @@ class _DeviceClock(Clock):
         self._snapshot = snapshot
 
     def _event(self) -> torch.Event:
-        import torch
-
         return torch.get_device_module(self._device).Event(enable_timing=True)
 
     def _timed(
@@ -113,8 +108,6 @@ class EventClock(_DeviceClock):
         return Samples(_means(self._timed([lambda: program.run(state)] * (count * calls), prepare, look), calls))
 
     def _hold(self, program: Program, inputs: Inputs) -> Callable[[], None]:
-        import torch
-
         state = program.prepare(inputs)
         synchronize(self._device)
         start = perf_counter_ns()
@@ -204,8 +197,6 @@ class GraphClock(_DeviceClock):
         return Samples(_means(self._timed(each, lambda index: cold.flush(), look), calls))
 
     def _capture(self, program: Program, inputs: Inputs) -> Callable[[], tuple[Any, ...]]:
-        import torch
-
         run = program.rerun if isinstance(program, ReplayableProgram) and program.rerun else program.run
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
