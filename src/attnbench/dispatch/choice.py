@@ -35,8 +35,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from attnbench import policy, registry
-from attnbench.dispatch.demand import META, Demand, Form, environment_of
+from attnbench.dispatch.demand import META, Demand, Form
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
+from attnbench.frameworks import environment_of
 from attnbench.impls.partial.torch_choice import ruled_out
 from attnbench.policy import Choice, Policy
 from attnbench.policy.policy import label_of
@@ -288,7 +289,7 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
         return f"takes {implementation.framework} arrays, not {framework} arrays"
     if implementation.step:
         return f"computes the step {implementation.step}, not attention alone"
-    environment = environment_of(framework, device)
+    environment = environment_of(framework, "cpu" if device == META else device)
     return implementation.available(environment) or implementation.supports(workload, environment)
 
 
