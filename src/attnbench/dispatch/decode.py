@@ -36,16 +36,9 @@ PLAN_EACH_LENGTH = object()
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    impl: str,
-    mask: AnyMask = _FULL,
-    real: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, softcap: float | None, impl: str,
+    mask: AnyMask = _FULL, real: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return attention of one query, layout bhsd, without gradients, as `ab.attention` computes it with the mask.
 
     The query sees every key, or in a padded batch those of `real` [b, 1, 1, keys], which equals `mask`.
@@ -83,9 +76,5 @@ def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Wo
     if fixed and (decision.pick is None or decision.pick.name not in TAKE_ARRAYS["torch"]):
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
-    plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        return with_torch_array(q, k, v, MaskTensors(real, None, None), plain, scale, softcap, "bhsd")
-
-    return run
+    eager = pick.name == "torch.eager"
+    return lambda q, k, v, real: with_torch_array(q, k, v, MaskTensors(real, None, None), eager, words)
