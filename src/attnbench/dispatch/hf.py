@@ -20,7 +20,9 @@ import warnings
 from collections.abc import Iterator
 from functools import partial, wraps
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from attnbench import masks
 from attnbench.dispatch import array_masks, decode, hf_models
@@ -30,9 +32,6 @@ from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.masks import Full
 from attnbench.tracing import constant_when_traced
-
-if TYPE_CHECKING:
-    import torch
 
 REFUSED = {
     "s_aux": "attention sinks",
@@ -231,23 +230,11 @@ def check(model: torch.nn.Module) -> ModelCheck:
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    impl: str = "auto",
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, *, impl: str = "auto", dropout: float = 0.0, scaling: float | None = None,
+    softcap: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim]."""
-    import torch
-
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
@@ -263,16 +250,8 @@ def attention_forward(
         alone = query.shape[2] == 1 and (type(described.mask) is Full or described.real is not None)
         wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if alone and not wants_gradient and not torch.compiler.is_compiling():
-            out = decode.attend(
-                query,
-                key,
-                value,
-                scale=options["scale"],
-                softcap=softcap,
-                impl=impl,
-                mask=described.mask,
-                real=described.real,
-            )
+            more: Any = {"mask": described.mask, "real": described.real}
+            out = decode.attend(query, key, value, scale=options["scale"], softcap=softcap, impl=impl, **more)
         else:
             out = dispatch.attention(query, key, value, mask=described.mask, **options)
     else:
@@ -285,8 +264,6 @@ def attention_forward(
 
 def _check_array(mask: Any) -> None:
     """Raise Unsupported for masks whose meaning is ambiguous."""
-    import torch
-
     if mask is None or isinstance(mask, DescribedMask):
         return
     if not isinstance(mask, torch.Tensor):
@@ -324,8 +301,6 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
 
 def _weights_recorded() -> bool:
     """Return whether the model collects attention weights: several models do not pass this on to their layers."""
-    import torch
-
     try:
         from transformers.utils.output_capturing import _active_collector as collector
     except ImportError:  # older versions
