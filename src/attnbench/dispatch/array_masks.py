@@ -101,8 +101,7 @@ def _demand(q: Any, k: Any, v: Any, words: Words, train: bool, framework: str, w
 
 
 def mask_of_keys(visible: np.ndarray, batch: int) -> AnyMask:
-    """Return the mask of visible keys [b or 1, kv]: full; lengths if the visible keys of each row come first; else
-    valid."""
+    """Return the mask of visible keys [b or 1, kv]: full; lengths if they come first in each row; else valid."""
     if visible.all():
         return masks.full()
     lengths = visible.sum(axis=1)

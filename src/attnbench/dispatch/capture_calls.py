@@ -49,8 +49,7 @@ class ArrayForm(NamedTuple):
 
 
 class SeenCall(NamedTuple):
-    """One call of an attention function; `arrays` are its mask arrays with their versions, read when the step is
-    over."""
+    """One call of an attention function; `arrays` are its mask arrays with their versions, read after the step."""
 
     forms: tuple[ArrayForm, ArrayForm, ArrayForm]
     mask: AnyMask | None

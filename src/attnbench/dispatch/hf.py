@@ -143,8 +143,7 @@ def _implementation(config: Any) -> Any:
 
 
 def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
-    """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those named in a
-    dict."""
+    """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those in a dict."""
     if not isinstance(request, dict):
         if _is_ours(request):
             yield config
@@ -161,8 +160,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
 
 
 def _check_parts(model: Any, configs: list[Any]) -> None:
-    """Refuse parts with these configs that would lose their masks; warn of parts that lose none but never call
-    attnbench."""
+    """Refuse parts with these configs that would lose their masks; warn of others that never call attnbench."""
     for config, modules in hf_models.by_config(model):
         if config is None or not any(config is one for one in configs):
             continue

@@ -337,8 +337,7 @@ class Framework(ABC):
 
     @abstractmethod
     def environment(self, device: str) -> Environment:
-        """Return light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded
-        libraries."""
+        """Return light facts for `supports`: device, name, memory, capability, packages; no clocks or libraries."""
 
     def settings(self) -> Mapping[str, Setting]:
         """Return the settings of the whole process that calls of this library depend on, by name; start no device."""
@@ -459,8 +458,7 @@ class Framework(ABC):
 
     @abstractmethod
     def matmul(self, size: int, dtype: str, device: str) -> Program:
-        """Return the program of a size^3 matrix product of random operands, run -> (a @ b, a, b): anchor and
-        ceiling."""
+        """Return the product of two random size^3 matrices, run -> (a @ b, a, b), as an anchor and a ceiling."""
 
     @abstractmethod
     def copy(self, size_bytes: int, device: str) -> Program:

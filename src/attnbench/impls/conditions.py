@@ -107,8 +107,7 @@ def needs_room_for_gradients(workload: Workload, environment: Environment) -> st
 
 
 def find_module(module: str) -> ModuleSpec | None:
-    """Return a module's location without importing its parents (`flash_attn` alone would load torch and CUDA
-    libraries)."""
+    """Return a module's location without importing its parents (`flash_attn` would load torch and CUDA)."""
     top, *children = module.split(".")
     try:
         spec = find_spec(top)

@@ -30,8 +30,7 @@ from attnbench.masks.cuts import MaskPiece, pieces
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 MOST = 8
-"""Largest number of pieces of a mask. Each is a launch of its own, and in the backward pass an addition to dK and
-dV."""
+"""Largest number of pieces of a mask: each is a launch, and in the backward pass an addition to dK and dV."""
 TOKENS, LSE_TOKENS = 1, 2
 """Axes of tokens in bshd, and in an LSE."""
 
@@ -62,8 +61,7 @@ class Split(Implementation):
         return self.inner.available(environment)
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Return None if the mask has at most MOST pieces, the kernel takes each without an array, and the whole mask
-        needs one."""
+        """Return None if the mask needs an array, and has at most MOST pieces that the kernel takes without one."""
         cut = pieces(workload.visible_mask, workload.mask_shape, MOST)
         if isinstance(cut, str):
             return cut

@@ -252,8 +252,7 @@ class JaxFramework(Framework):
         return isinstance(error, jax.errors.JaxRuntimeError) and exhausted
 
     def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function under x64 and without TF32, so that float64 stays float64 and float32 is not rounded
-        further."""
+        """Compile a function under x64 and without TF32, so that neither float64 nor float32 is rounded further."""
         jax = import_jax()
         compiled = jax.jit(function, compiler_options=QUICKLY_COMPILED)
 

@@ -89,8 +89,7 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
 
 
 def row_tops(workload: Workload) -> np.ndarray | None:
-    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing is
-    lacking."""
+    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing."""
     shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
     return None if shift is None else shift.top
 
@@ -137,8 +136,7 @@ def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> A
 
 
 def plain_call(workload: Workload, with_lse: bool = False) -> Call:
-    """Return a grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), weights in the
-    dtype."""
+    """Return a grouped einsum in bshd; logits and softmax are float32 (float64 for float64), weights in the dtype."""
     rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
 
     def call(q: Array, k: Array, v: Array) -> Any:

@@ -28,8 +28,7 @@ CYCLES_PER_NS = 2
 
 
 class ColdCache:
-    """Buffer of twice the L2 cache. It holds 16-bit integers, whose fill kernel nothing else in attention uses: see
-    TorchKernelClock."""
+    """Buffer of twice the L2 cache, of 16-bit integers: nothing else fills those (see TorchKernelClock)."""
 
     def __init__(self, device: str) -> None:
         properties = torch.get_device_module(device).get_device_properties()
@@ -60,8 +59,7 @@ class _DeviceClock(Clock):
         prepare: Callable[[int], None],
         look: Callable[[int, tuple[Any, ...]], None],
     ) -> list[float]:
-        """Return nanoseconds of each call between events, a few enqueued at a time; `look` follows the second event of
-        each."""
+        """Return nanoseconds of each call between two events, a few enqueued at a time; `look` follows the second."""
         pairs: list[tuple[Any, Any]] = []
         ns: list[float] = []
         for index, call in enumerate(calls):

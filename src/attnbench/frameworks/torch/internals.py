@@ -63,8 +63,7 @@ def settings() -> Mapping[str, Setting]:
 
 
 def functions() -> Sequence[tuple[str, Any, Watched]]:
-    """Return torch's modules and classes to watch; changes of its functional ones, which nothing here calls, are only
-    recorded."""
+    """Return torch's modules and classes to watch; changes of torch.nn.functional, unused here, are only recorded."""
     import torch
 
     library = Watched(harness=False)
@@ -239,8 +238,7 @@ def finish(device: torch.device) -> None:
 
 
 def tensors_of(made: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a tensor, in tuples of them, or in FlexAttention's table of blocks; not torch's causal
-    biases."""
+    """Yield the tensors in a tensor, tuples, or FlexAttention's table of blocks; none of torch's causal biases."""
     import torch
 
     parts = made.as_tuple() if hasattr(made, "as_tuple") else made

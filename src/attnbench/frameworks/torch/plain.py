@@ -59,8 +59,7 @@ class MaskTensors(NamedTuple):
     dead: torch.Tensor | None
     """Rows that see no key, [b or 1, h or 1, q, 1]; None when every row sees one."""
     top: torch.Tensor | None = None
-    """Log-weight to add to the LSE of whole rows, which `weight` lacks, [b or 1, h or 1, q]; None if it lacks
-    nothing."""
+    """Log-weight that the LSE of whole rows needs and `weight` lacks, [b or 1, h or 1, q]; None if it lacks nothing."""
 
 
 def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:

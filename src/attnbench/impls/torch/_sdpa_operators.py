@@ -47,8 +47,7 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
 
 
 def operator(backend: str, workload: Workload) -> Call | None:
-    """Return a call in bhsd that torch itself differentiates, through the output alone; None if there is no
-    operator."""
+    """Return a call in bhsd that torch itself differentiates, through the output alone; None without an operator."""
     pair = _pair(backend, workload)
     return None if pair is None else pair[0]
 
@@ -136,8 +135,7 @@ def _cpu_flash(workload: Workload) -> Partial:
 
 
 def _forward_op(name: str) -> Callable[..., Any]:
-    """Return torch's quick binding, or the operator itself while Dynamo traces, which cannot trace lengths as
-    tensors."""
+    """Return torch's quick binding; while Dynamo traces, the operator: the binding refuses dynamic sizes."""
     import torch
     from torch.compiler import is_dynamo_compiling
 
@@ -146,8 +144,7 @@ def _forward_op(name: str) -> Callable[..., Any]:
 
 
 def _gpu_flash(workload: Workload) -> Partial | None:
-    """Return the GPU's flash operators, which align a rectangular causal mask bottom-right; None for other masks and
-    sizes."""
+    """Return the GPU's flash operators, which align causal masks bottom-right; None for other masks and sizes."""
     import torch
 
     way, square = route(workload), workload.q_len == workload.kv_len
@@ -213,8 +210,7 @@ def _no_dropout(device: Any, dtype: Any, *seeds: int) -> tuple[Array, Array]:
 
 
 _first_strides: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-"""Strides of the first calls. Never emptied: torch keeps its graphs as long, and would read wrong strides without the
-entry."""
+"""Strides of the first calls. Never emptied: torch keeps its graphs as long, and would read other strides wrongly."""
 
 
 def strided_as_at_first(q: Array, k: Array, v: Array, causal: bool, out: Array, dout: Array) -> tuple[Array, Array]:

@@ -92,8 +92,7 @@ FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, also of one that is wrapped as a torch custom operator (which hides
-    them)."""
+    """Return the parameters of a function, also if it is wrapped as a torch custom operator, which hides them."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
@@ -132,8 +131,7 @@ class Flash(Implementation):
         return left, right
 
     def options(self, workload: Workload, config: Config) -> Options:
-        """Return keywords of the public function: the scale always, others only if needed (older versions lack
-        them)."""
+        """Return keywords of the public function: some only if needed, since older versions lack them."""
         options: Options = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
         if is_windowed(workload):
             options["window_size"] = self.window(workload)
@@ -366,8 +364,7 @@ class FlashAttention4(Flash):
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:
-    """Refuse head sizes by 4.0.0b12's own rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192 with values of 128, or
-    256."""
+    """Refuse head sizes by 4.0.0b12's rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192/128 or 256."""
     dims = workload.head_dim, workload.value_dim
     reason = conditions.needs_head_dim(workload, 256, multiple_of=8)
     if reason is not None or dims == (192, 128):
