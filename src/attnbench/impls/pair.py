@@ -96,26 +96,22 @@ class Pairing(Implementation):
         """Return pairs of the first few implementations that can run each pass."""
         if not workload.needs_gradients:
             return ()
-        able = [
-            [name for name, reason in self._refusals(role, workload, environment).items() if reason is None]
-            for role in ROLES
-        ]
-        return _pairs(*(names[:CONTENDERS] for names in able))
+        refusals = (self._refusals(role, workload, environment) for role in ROLES)
+        return _pairs(*([name for name, reason in of.items() if reason is None][:CONTENDERS] for of in refusals))
 
     def chosen(self, workload: Workload, environment: Environment) -> Partial:
         """Return the two functions; raise Unsupported with the reason of each part that cannot run."""
         hindrance = self._hindrance(workload, environment)
         reasons: list[str] = [] if hindrance is None else [hindrance]
+        asked = replace(workload, pass_="forward")
         for pair in () if hindrance else self.configs_here(workload, environment):
-            names = str(pair["forward"]), str(pair["backward"])
-            first, second = (registry.get(name) for name in names)
-            asked = replace(workload, pass_="forward")
+            first, second = (registry.get(str(pair[role])) for role in ROLES)
             forward = first.passes(asked, {})[0] or self.lse_call(first, asked)
             backward = second.passes(replace(workload, pass_="backward"), {})[1]
             if forward is not None and backward is not None:
                 return forward, backward
             role: Role = "backward" if backward is None else "forward"
-            reasons.append(_refusal_text(role, names[ROLES.index(role)], MISSING[role]))
+            reasons.append(_refusal_text(role, str(pair[role]), MISSING[role]))
         raise Unsupported(f"{self.name} cannot run {workload.title}: {'; '.join(dict.fromkeys(reasons))}.")
 
     def _candidates(self, role: Role, workload: Workload) -> Sequence[str]:
@@ -229,13 +225,7 @@ class TorchPair(Pairing):
         pair = self.configured(config)
         passes = once_per_device(lambda device: pair.chosen(workload, environment_of("torch", device.type)))
 
-        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            return passes(q.device)[0](q, k, v)
-
-        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-            return passes(q.device)[1](q, k, v, out, lse, dout)
-
-        return forward, backward
+        return lambda q, *rest: passes(q.device)[0](q, *rest), lambda q, *rest: passes(q.device)[1](q, *rest)
 
 
 TORCH_PAIR = TorchPair()

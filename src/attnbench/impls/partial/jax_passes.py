@@ -225,9 +225,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function without a derivative: differentiating raises."""
     import jax
 
-    @jax.custom_jvp
-    def run(*arrays: Array) -> Any:
-        return backward(*arrays)
+    run = jax.custom_jvp(lambda *arrays: backward(*arrays))
 
     @run.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
@@ -245,8 +243,7 @@ def _through_lse(
     -dlse, in two columns."""
     import jax.numpy as jnp
 
-    half = out.dtype == jnp.float16
-    excess = 1.0
+    half, excess = out.dtype == jnp.float16, 1.0
     if half:  # the factor by which the largest value exceeds FLOAT16_SAFE, at least 1
         finite = jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)
         excess = jnp.maximum(jnp.max(finite) / FLOAT16_SAFE, 1.0)

@@ -182,22 +182,9 @@ def _cudnn(workload: Workload) -> Partial | None:
         return out, lse.view(lse.shape[:3])
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        sizes = (None, None, q.shape[2], k.shape[2])
+        sizes, rows = (None, None, q.shape[2], k.shape[2]), lse.contiguous().unsqueeze(-1)
         out, dout = strided_as_at_first(q, k, v, causal, out, dout)
-        return backward_op(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous().unsqueeze(-1),
-            *random(q.device),
-            None,
-            *sizes,
-            0.0,
-            causal,
-            scale=scale,
-        )
+        return backward_op(dout, q, k, v, out, rows, *random(q.device), None, *sizes, 0.0, causal, scale=scale)
 
     return forward, backward
 
