@@ -21,7 +21,7 @@ import numpy as np
 from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
-from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, pass_of, to_layout
+from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.plan import Plans, by_pass, jax_choices
 from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
@@ -206,8 +206,6 @@ def _torch_choice(q: Array, k: Array, v: Array, words: Words) -> str:
 
 @constant_when_traced
 def _chosen_name_now(outlines: tuple[Any, ...], *rest: Any) -> str:
-    from attnbench.dispatch.torch_compile import Outline
-
     return _chosen_name(*(Outline(*one) for one in outlines), *rest)
 
 

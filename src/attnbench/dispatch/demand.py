@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
@@ -18,6 +18,14 @@ META = "meta"
 Form = Literal["call", "traced", "operator", "array"]
 """How an implementation will be run: called, traced by torch.compile if it can be, as one operator of a compiled graph,
 or with its mask an array that is an argument of the call."""
+
+
+class Outline(NamedTuple):
+    """Facts of an array that a choice depends on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any = None
 
 
 class Words(NamedTuple):

@@ -146,9 +146,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
     """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those in a dict."""
     if not isinstance(request, dict):
         if _is_ours(request):
-            yield config
-            for key in getattr(config, "sub_configs", ()):
-                yield from _configs_asked(model, getattr(config, key, None), request)
+            yield from _with_parts(config)
             yield from (one for one, _ in hf_models.by_config(model) if config is model.config)
         return
     for key, value in request.items():

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,13 +171,9 @@ _READ = frozenset({
 
 def _misread(name: str) -> str:
     """Return an error message that names the module and model that read a mask as numbers, found by their frames."""
-    frame, inner, outer = sys._getframe(2), None, None
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            inner, outer = inner or type(module), type(module)
-        frame = frame.f_back
-    who = "the code" if inner is None or outer is None else f"{inner.__name__} of {outer.__name__}"
+    modules = [frame.f_locals.get("self") for frame in _frames_from(sys._getframe(2))]
+    kinds = [type(module).__name__ for module in modules if isinstance(module, torch.nn.Module)]
+    who = f"{kinds[0]} of {kinds[-1]}" if kinds else "the code"
     return (
         f"{who} computes with the mask that was made for attnbench's attention (by {name}): it has its own attention, "
         f"which expects another kind of mask, so its result would be wrong. {hf_models.OTHERWISE}"
@@ -240,15 +238,15 @@ def describe(
 
 def _calling_module() -> torch.nn.Module | None:
     """Find the module whose code asks for the mask, a few calls above."""
-    frame = sys._getframe(2)
-    for _ in range(LEVELS):
-        if frame is None:
-            return None
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            return module
+    modules = (frame.f_locals.get("self") for frame in islice(_frames_from(sys._getframe(2)), LEVELS))
+    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the nearest first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return None
 
 
 @constant_when_traced
@@ -267,12 +265,8 @@ def _made_ahead() -> bool:
 
     A compiled function takes arrays: it would be compiled anew for each description.
     """
-    frame = sys._getframe(2)
-    for _ in range(LEVELS):
-        if frame is None or frame.f_code.co_name == "prepare_inputs_for_generation":
-            return frame is not None
-        frame = frame.f_back
-    return False
+    above = islice(_frames_from(sys._getframe(2)), LEVELS)
+    return any(frame.f_code.co_name == "prepare_inputs_for_generation" for frame in above)
 
 
 def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> KeyRangeMask | None:

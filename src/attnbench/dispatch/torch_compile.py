@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 
 from attnbench import policy, registry
 from attnbench.dispatch.choice import PickDecision, chosen, known_failure, next_choice
-from attnbench.dispatch.demand import Demand, Words, demand_of, to_layout
-from attnbench.dispatch.plan import OWN_RUN, Plans, arranged, built, bytes_kept
+from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, to_layout
+from attnbench.dispatch.plan import OWN_RUN, Plans, built, bytes_kept
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arguments import LAYOUTS, both_heads
@@ -39,14 +39,6 @@ ANY = Workload(batch=1, q_len=128, heads=4, head_dim=64, pass_="train")
 CHOSEN_BEFORE = -1
 SCHEMA = 2
 """Version of the operators' arguments and results: graphs cached on disk may be from another version of attnbench."""
-
-
-class Outline(NamedTuple):
-    """Facts of a tensor that a choice depends on."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    device: Any
 
 
 class TracedCalls:
@@ -100,7 +92,7 @@ def choose_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     while words.impl == "auto" and (error := _error_of(pick, decision, demand, words.layout, (q, k, v))):
         pick, decision = next_choice(pick.name, decision.config, demand, error)
     if pick.traceable:
-        call = built(pick, decision, demand, words.layout, q.device)
+        call = built(pick, decision.config, demand, words.layout, q.device)
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
@@ -137,7 +129,7 @@ def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> 
     demand = demand_of(q, k, v, words, train, "traced", "torch")
     pick, decision = chosen(words.impl, demand)
     if pick.traceable:
-        return built(pick, decision, demand, words.layout)
+        return built(pick, decision.config, demand, words.layout)
     return as_operator(words, train, (pick.name, decision.config))
 
 
@@ -153,7 +145,7 @@ def _error_of(
     if not pick.traceable or pick.compiles_each_plan:
         return None
     try:
-        call = built(pick, decision, demand, layout)  # a second one: the masks of this one would have no numbers
+        call = built(pick, decision.config, demand, layout)  # a second one: the masks of this one would have no numbers
         with FakeTensorMode(allow_non_fake_inputs=True):
             train = demand.workload.needs_gradients
             call(*[torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=train) for x in outlines])
@@ -371,12 +363,10 @@ def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple
 
 
 def _build(request: GraphRequest, demand: Demand, pick: Implementation, config: Config) -> GraphKernels:
-    workload, words, layout = demand.workload, request.words, request.words.layout
+    words, layout = request.words, request.words.layout
     if not request.train:
-        call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
-        assert call is not None
-        run = arranged(call, demand, layout, pick.layout)
+        run = built(pick, config, demand, layout)
         return GraphKernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None))
-    pair = pick.partial(workload, config)
+    pair = pick.partial(demand.workload, config)
     assert pair is not None
     return GraphKernels((pick.name, config), *(turned(pair) if layout == "bhsd" else pair))

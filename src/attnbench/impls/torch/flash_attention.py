@@ -106,7 +106,6 @@ class Flash(Implementation):
 
     framework = "torch"
     any_kv_len = True
-    layout = "bshd"
     not_deterministic = ("backward",)
     unbounded: int | None = -1
     """Value that means "no bound" for a window side."""

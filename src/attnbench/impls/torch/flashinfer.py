@@ -29,7 +29,6 @@ class Flashinfer(Implementation):
 
     name = "torch.flashinfer"
     framework = "torch"
-    layout = "bshd"
     process = "flashinfer"
     untested = ("cuda",)
 

@@ -22,7 +22,6 @@ class TransformerEngine(Implementation):
 
     name = "torch.transformer-engine"
     framework = "torch"
-    layout = "bshd"
     not_deterministic = ("backward",)
     process = "transformer-engine"
     forbids = (r"scaled_\w*softmax_warp", r"UnfusedDotProductAttention")

@@ -32,7 +32,6 @@ class Xformers(Implementation):
 
     name = "torch.xformers"
     framework = "torch"
-    layout = "bshd"
     not_deterministic = ("backward",)
     process = "xformers"
     expects = (r"flash|fmha|cutlass|attention",)
