@@ -6,17 +6,15 @@ of it and is not counted again.
 
 A call that a compiler traces is seen while it is traced and counted once for each workload; it is not seen when the
 compiled code runs. Then there is no share, and a mask array, which has no values while it is traced, is written as
-`full` with a note. torch.compile notices that the function was replaced and traces again inside the block; a function
-that jax.jit has traced before is not seen. In JAX a call counts as training if `grad` is active while it is traced; a
-`grad` outside of a `jit` is not visible from inside.
+`full` with a note. torch.compile traces again inside the block; a function that jax.jit has traced before is not seen.
+In JAX a call counts as training if `grad` is active while it is traced, so not if `grad` is outside of `jit`.
 
 The time of a call is that of the forward around the call, and of the backward around the operators that autograd
-recorded. On a CPU torch computes when it is called, so the wall clock is right. On a GPU events are put into the stream
-and read at the end: nothing waits while the step runs.
+recorded: by the wall clock on a CPU, by events that are read at the end on a GPU, so nothing waits while the step runs.
 
-Activation checkpointing computes a region of the model again inside an operator of the backward pass, and attention
-with it. That is not counted as a separate call and is not timed. An operator in which it happens is timed from the end
-of the recomputation, if an exception through attention shows that end; else the operator is left out.
+Attention that activation checkpointing computes again, inside an operator of the backward pass, is neither counted nor
+timed. Such an operator is timed from the end of the recomputation, if an exception through attention shows that end;
+else it is left out.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Decoding: one query against a cache that grows by a key at each token, planned once for each doubling of the keys.
 
 `ab.attention` makes a plan for every shape and every mask, which a decode loop would pay at every token. Here lengths
-are distinguished by their power of two: the choice is that of the first length of each class.
-
-- Without padding, one built call of an implementation with `any_kv_len` serves all lengths; if no policy covers the
-  call, only such implementations are asked.
-- Padding stays an array, which torch's SDPA and torch.eager take (`choice.TAKE_ARRAYS`).
-
-An implementation that a policy chose or that was asked for by name, but is built for one length, is planned for each
-length.
+are distinguished by their power of two: the choice is that of the first length of each class. Without padding, one call
+of an implementation with `any_kv_len` serves all lengths; padding stays an array (`choice.TAKE_ARRAYS`). What a policy
+or a name asks for, but is built for one length, is planned for each length.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Hugging Face Transformers: `register()`, then `attn_implementation="attnbench"`.
 
 Both interfaces are registered. That of masks (`attnbench.dispatch.hf_masks`) describes the mask of a step as one of
-attnbench: causal, window, padding, packed documents, and the part of a static cache that is written. A mask that cannot
-be described, and one that is traced by torch.compile, stays the boolean array that Transformers itself would make.
-
-A model that computes attention by itself, for masks of another form, is refused: when it is loaded, when its
-implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` reports which modules
-will call attnbench.
+attnbench. A mask that cannot be described, and one that is traced by torch.compile, stays the boolean array that
+Transformers itself would make. A model that computes attention by itself, for masks of another form, is refused: when
+it is loaded, when its implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`).
 
 A feature that attnbench's attention does not have (dropout, sinks, a position bias, attention weights) is refused with
 the reason; nothing is ignored silently, with one exception. If the layers are compiled instead of the whole model, and

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from attnbench.spec import Environment, Workload
 
-ACCELERATORS = ("cuda", "rocm", "xpu", "mps")
 BFLOAT16_SINCE = (8, 0)
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 """Compute capabilities on which flash-attention 2 (torch's too) refuses gradients of head_dim in NO_GRADIENTS_OF."""

@@ -50,17 +50,12 @@ class Flush:
         self._buffer.block_until_ready()
 
 
-def _flush_then_wait(flush: Flush) -> None:
-    flush()
-    flush.wait()
-
-
 @cache
 def cupti_problem(device: Any) -> str | None:
     """Return why CUPTI does not see the kernels of this process, or None; it is tried once and the answer kept."""
     flush = Flush(device)
     try:
-        activities = record(lambda: _flush_then_wait(flush))
+        activities = record(lambda: (flush(), flush.wait()))
     except CuptiFailed as error:
         return str(error)
     return None if activities else "CUPTI saw no kernel of a program that has one; is another profiler attached?"
@@ -75,7 +70,7 @@ class JaxKernelClock(Clock):
     def __init__(self, framework: Framework, device: Any) -> None:
         self._framework = framework
         self._flush = Flush(device)
-        self._flush_names = frozenset(work.name for work in record(lambda: _flush_then_wait(self._flush)))
+        self._flush_names = frozenset(work.name for work in record(lambda: (self._flush(), self._flush.wait())))
 
     def sample(
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
