@@ -41,17 +41,9 @@ _NAMES = Plans()
 
 
 def attention_with_array(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    visible: Array | None = None,
-    bias: Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    impl: str = "auto",
-    layout: str = "bshd",
-) -> Array:
+    q: Array, k: Array, v: Array, *, visible: Array | None = None, bias: Array | None = None,
+    scale: float | None = None, softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
+) -> Array:  # fmt: skip
     """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)

@@ -181,16 +181,10 @@ def _misread(name: str) -> str:
 
 
 def describe(
-    batch_size: int,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    cache_position: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    device: Any = None,
+    batch_size: int, kv_length: int, q_length: int | None = None, q_offset: Any = 0, kv_offset: int = 0,
+    cache_position: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, device: Any = None,
     **more: Any,
-) -> torch.Tensor | None:
+) -> torch.Tensor | None:  # fmt: skip
     """Return the mask of a step to Transformers; None means plain causal. Older releases pass `cache_position`."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
@@ -203,10 +197,8 @@ def describe(
         q_length, device = len(cache_position), cache_position.device
     assert q_length is not None
 
-    def evaluate() -> torch.Tensor:
-        mask = sdpa_mask(**given)
-        assert mask is not None
-        return mask
+    def evaluate() -> Any:
+        return sdpa_mask(**given)
 
     may_skip = more.get("allow_is_causal_skip", True)
     function = more.get("mask_function", causal_mask_function)

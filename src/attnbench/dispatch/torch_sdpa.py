@@ -41,18 +41,10 @@ _WARNED: set[str] = set()
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    impl: str = "auto",
-    fallback: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    impl: str = "auto", fallback: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Compute torch's function by attnbench; `impl` is a name or "auto", `fallback` lets torch compute other calls."""
     return _attend(native_sdpa, impl, fallback, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
