@@ -6,7 +6,7 @@ stream order before anything waits: work left behind on another stream shows as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter_ns
@@ -57,6 +57,7 @@ class _DeviceClock(Clock):
         self,
         calls: Sequence[Callable[[], tuple[Any, ...]]],
         prepare: Callable[[int], None],
+        picked: Collection[int],
         look: Callable[[int, tuple[Any, ...]], None],
     ) -> list[float]:
         """Return nanoseconds of each call between two events, a few enqueued at a time; `look` follows the second."""
@@ -69,7 +70,8 @@ class _DeviceClock(Clock):
             output = call()
             stop.record()
             pairs.append((start, stop))
-            look(index, output)
+            if index in picked:
+                look(index, output)
             if index == len(calls) - 1 or len(pairs) == QUEUED_CALLS:
                 synchronize(self._device)
                 ns += [begin.elapsed_time(end) * 1e6 for begin, end in pairs]
@@ -97,13 +99,8 @@ class EventClock(_DeviceClock):
             cold.flush()
             hold()
 
-        picked = watch.picks(count, calls)
-
-        def look(index: int, output: tuple[Any, ...]) -> None:
-            if index in picked:
-                watch.look(index, output)
-
-        return Samples(_means(self._timed([lambda: program.run(state)] * (count * calls), prepare, look), calls))
+        each = [lambda: program.run(state)] * (count * calls)
+        return Samples(_means(self._timed(each, prepare, watch.picks(count, calls), watch.look), calls))
 
     def _hold(self, program: Program, inputs: Inputs) -> Callable[[], None]:
         state = program.prepare(inputs)
@@ -149,8 +146,7 @@ def _fence_names(device: str) -> frozenset[str]:
         cold.flush()
         cold.mark()
         synchronize(device)
-    names = frozenset(event.name() for event in raw_events(profiler) if is_device_work(event))
-    if not names:
+    if not (names := frozenset(event.name() for event in raw_events(profiler) if is_device_work(event))):
         raise RuntimeError("the kernel clock sees no kernels: the profiler has no CUPTI here; use the events clock.")
     return names
 
@@ -185,14 +181,13 @@ class GraphClock(_DeviceClock):
     ) -> Samples:
         cold = ColdCache(self._device)
         replays = [self._capture(program, inputs[which]) for which in range(min(GRAPHS, len(inputs), count * calls))]
-        picked = watch.picks(count, calls)
 
         def look(index: int, output: tuple[Any, ...]) -> None:
-            if index in picked:  # a copy, because each replay overwrites the result of the last one
-                watch.look(index % len(replays), self._snapshot(output))
+            # A copy, because each replay overwrites the result of the last one.
+            watch.look(index % len(replays), self._snapshot(output))
 
         each = [replays[index % len(replays)] for index in range(count * calls)]
-        return Samples(_means(self._timed(each, lambda index: cold.flush(), look), calls))
+        return Samples(_means(self._timed(each, lambda _: cold.flush(), watch.picks(count, calls), look), calls))
 
     def _capture(self, program: Program, inputs: Inputs) -> Callable[[], tuple[Any, ...]]:
         run = program.rerun if isinstance(program, ReplayableProgram) and program.rerun else program.run
