@@ -94,8 +94,7 @@ class JaxKernelClock(Clock):
         for call, output in zip(picked, kept):
             watch.look(call % len(prepared), output)
         each = split_calls(seen, self._flush_names, count * calls)
-        ns = [sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)]
-        return Samples(ns)
+        return Samples([sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)])
 
 
 def split_calls(seen: Sequence[DeviceActivity], flush_names: frozenset[str], calls: int) -> list[float]:
@@ -167,28 +166,19 @@ class DeviceActivity(NamedTuple):
 
 def record(body: Callable[[], Any]) -> list[DeviceActivity]:
     """Run the body, which must wait for its own work; return all work of the device meanwhile, ordered by its start."""
-    return _CuptiClient.instance().record(body)
+    return _client().record(body)
 
 
 class _CuptiClient:
     """The one client of CUPTI's activity records in this process."""
 
-    @staticmethod
-    @cache
-    def instance() -> _CuptiClient:
-        return _CuptiClient(_load())
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._cupti = library
+    def __init__(self) -> None:
+        self._cupti = _load()
         self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._work: list[DeviceActivity] = []
         self._problem = ""
-        requested = ctypes.CFUNCTYPE(
-            None,
-            ctypes.POINTER(ctypes.c_void_p),
-            ctypes.POINTER(ctypes.c_size_t),
-            ctypes.POINTER(ctypes.c_size_t),
-        )
+        size = ctypes.POINTER(ctypes.c_size_t)
+        requested = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), size, size)
         completed = ctypes.CFUNCTYPE(
             None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
         )
@@ -262,6 +252,9 @@ class _CuptiClient:
                 continue
             start, end = (ctypes.c_uint64.from_address(at.value + offset).value for offset in (START_AT, END_AT))
             yield DeviceActivity(name, start, end)
+
+
+_client = cache(_CuptiClient)
 
 
 def _load() -> ctypes.CDLL:

@@ -119,8 +119,12 @@ def switched_off() -> tuple[str, ...]:
     """Return the flags that are off outside of our own pins, by the user's decision."""
     with _TURN.lock:
         undo = _TURN.undo
-        users = _switches()[:-1]
-        return tuple([name for name, get, _ in users if not (undo[name][1] if name in undo else get())])
+        return tuple([name for name, get in _readers() if not (undo[name][1] if name in undo else get())])
+
+
+@cache
+def _readers() -> list[tuple[str, Callable[[], bool]]]:
+    return [(name, get) for name, get, _ in _switches()[:-1]]
 
 
 @cache
