@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
+from operator import and_
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -267,7 +268,6 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
         return None
     shift = step.q_start - step.kv_start
     before = after = unbounded = step.q_len + step.kv_len
-    documents: list[AnyMask] = []
     for kind, values in parts:
         if kind == "causal":
             after = 0
@@ -282,20 +282,17 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
         return None
     if first >= last:
         return None
-    for kind, values in parts:
-        if kind in ("packed", "chunked"):
-            document = _documents(kind, values, step, first, last)
-            if document is None:
-                return None
-            documents.append(document)
+    packed = (part for part in parts if part[0] in ("packed", "chunked"))
+    documents = [_documents(*part, step, first, last) for part in packed]
+    if None in documents:
+        return None
     # Full, causal or a window over keys that end with the last query's own, without bounds that are never reached.
     reaches_back, reaches_on = before >= last - first - 1, after >= step.q_len - 1
     if reaches_back and (reaches_on or after == 0):
         mask: Any = masks.full() if reaches_on else masks.causal()
     else:
         mask = masks.window(None if reaches_back else before, None if reaches_on else after)
-    for part in documents:
-        mask = mask & part
+    mask = reduce(and_, documents, mask)
     if padding is None:
         return KeyRangeMask(mask, first, last, packed=bool(documents))
     keys = slice(step.kv_start + first, step.kv_start + last)
@@ -306,8 +303,7 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
     alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
     if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
-    both: Any = mask & hiding
-    return KeyRangeMask(both, first, last, bool(documents), array)
+    return KeyRangeMask(mask & hiding, first, last, bool(documents), array)
 
 
 _KINDS = {
