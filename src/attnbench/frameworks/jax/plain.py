@@ -140,7 +140,7 @@ def plain_call(workload: Workload, with_lse: bool = False) -> Call:
     rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
 
     def call(q: Array, k: Array, v: Array) -> Any:
-        logits = _masked_logits(workload, q, k, product_precision(q.dtype))
+        logits = _masked_logits(workload, q, k)
         out = zero_blind_rows(_weighted_values(logits, v), rows)
         return (out, _lse(logits, rows, tops)) if with_lse else out
 
@@ -156,9 +156,7 @@ def product_precision(dtype: Any) -> Any:
 
 def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
     """Return only the LSE, differentiable; `rows` are the rows that see a key."""
-    import jax
-
-    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
+    return _lse(_masked_logits(workload, q, k), rows, row_tops(workload))
 
 
 def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
@@ -179,24 +177,24 @@ def _weighted_values(logits: Array, v: Array) -> Array:
     return out.reshape(*out.shape[:2], -1, v.shape[-1])
 
 
-def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
+def _masked_logits(workload: Workload, q: Array, k: Array) -> Array:
     """Return logits [b, kv_heads, group, q, kv], finite and very low if hidden."""
-    logits = _logits(workload, q, k, precision)
+    logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
     mask, shape = workload.visible_mask, workload.mask_shape
     if mask.kinds == ("full",):
         return logits
     return _hidden(logits, workload, visible(mask, shape), log_weight(mask, shape, logits.dtype))
 
 
-def _logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
-    """Return scaled and capped logits [b, kv_heads, group, q, kv] without a mask."""
+def capped_logits(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
+    """Return scaled and capped logits [b, kv_heads, group, q, kv] of q and k in bshd, without a mask."""
     import jax.numpy as jnp
 
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(*q.shape[:2], workload.kv_heads, workload.group, q.shape[-1])
+    dtype, precision = jnp.promote_types(q.dtype, jnp.float32), product_precision(q.dtype)
+    grouped = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
-    logits = logits * jnp.asarray(workload.softmax_scale, dtype)
-    return logits if workload.softcap is None else workload.softcap * jnp.tanh(logits / workload.softcap)
+    logits = logits * jnp.asarray(scale, dtype)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _hidden(logits: Array, workload: Workload, seen: Array, weight: Array | None) -> Array:
@@ -221,7 +219,7 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
     The workload's own mask is not looked at. A row that sees no key has equal logits, so the caller must clear its
     output.
     """
-    logits = _logits(workload, q, k, product_precision(q.dtype))
+    logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
     return _weighted_values(_hidden(logits, workload, seen, weight), v)
 
 

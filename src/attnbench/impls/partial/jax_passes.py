@@ -20,7 +20,13 @@ from msgspec.structs import replace
 
 from attnbench import masks
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax.plain import grouped_heads, in_usual_promotion, product_precision, visible
+from attnbench.frameworks.jax.plain import (
+    capped_logits,
+    grouped_heads,
+    in_usual_promotion,
+    product_precision,
+    visible,
+)
 from attnbench.impls.jax._libraries import mask_arguments
 from attnbench.masks.cuts import MaskPiece
 from attnbench.spec import Array, Call, Implementation, Partial, Workload
@@ -96,9 +102,7 @@ def _logits(q: Array, k: Array, seen: Array | None, rule: Rule) -> Array:
     """Return logits [b, kv_heads, group, t, s], -inf where hidden."""
     import jax.numpy as jnp
 
-    logits = _einsum("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * rule.scale
-    if rule.softcap is not None:
-        logits = rule.softcap * jnp.tanh(logits / rule.softcap)
+    logits = capped_logits(q, k, rule.scale, rule.softcap)
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
 
 
