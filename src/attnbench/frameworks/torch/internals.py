@@ -84,8 +84,8 @@ def refuse_modes() -> None:
 
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
-    if names := ", ".join(_function_modes() + _dispatch_modes()):
-        raise RuntimeError(f"the call left a mode of torch active ({names}): its time cannot be trusted")
+    if modes := _function_modes() + _dispatch_modes():
+        raise RuntimeError(f"the call left a mode of torch active ({', '.join(modes)}): its time cannot be trusted")
 
 
 def outside_modes() -> AbstractContextManager[object]:
