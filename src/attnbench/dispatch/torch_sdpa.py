@@ -79,7 +79,8 @@ def check_impl(impl: str) -> None:
 
 
 def _attend(
-    native: Handler, impl: str, fallback: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    native: Callable[..., Any], impl: str, fallback: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
@@ -142,8 +143,9 @@ class Hook:
     """Handlers of one function; the latest is called first."""
 
     def __init__(
-        self, function: Callable[..., Any], home: str, spare: tuple[str, ...] = (), original: Handler | None = None
-    ) -> None:
+        self, function: Callable[..., Any], home: str, spare: tuple[str, ...] = (),
+        original: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         """Wrap a function of the module `home`; modules whose name begins with one of `spare` keep the function.
 
         `original` is called in place of the function, if that would not work while it is replaced.
