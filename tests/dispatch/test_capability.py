@@ -105,7 +105,7 @@ def test_auto_takes_what_can_run(chip, fields, pass_):
 
 def torch_choice_on(chip: str, workload: ab.Workload):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_choice, "environment_of", lambda device: torch_of(chip))
+        patch.setattr(torch_choice, "environment_of", lambda framework, device: torch_of(chip))
         torch_choice.choose.cache_clear()
         found = torch_choice.choose("auto", workload, "cuda")
         torch_choice.choose.cache_clear()

@@ -160,9 +160,9 @@ def test_a_second_derivative_is_refused():
 def test_on_a_gpu(names, mask):
     w = Workload(batch=2, q_len=256, heads=4, kv_heads=2, head_dim=128, dtype="bfloat16", mask=mask, pass_="train")
     config = dict(zip(("forward", "backward"), names.split("/")))
-    from attnbench.impls.pair import jax_environment_of as environment_of
+    from attnbench.frameworks import environment_of
 
-    reason = PAIR.configured(config).supports(w, environment_of("cuda"))
+    reason = PAIR.configured(config).supports(w, environment_of("jax", "cuda"))
     if reason is not None:
         pytest.skip(reason)
     *inputs, dout = (jax.numpy.asarray(x, "bfloat16") for x in draw(w))

@@ -197,7 +197,7 @@ def test_configs_on_a_gpu(install):  # noqa: F811
 @pytest.mark.parametrize("names", ["torch.fa3/torch.fa4", "torch.fa4/torch.eager", "torch.eager/torch.fa4"])
 def test_engines_by_their_stand_ins(names, kv_len, mask, install, monkeypatch):  # noqa: F811
     install("fa3_fwd", "fa4")
-    monkeypatch.setattr(torch_pair, "environment_of", lambda device: H200)
+    monkeypatch.setattr(torch_pair, "environment_of", lambda framework, device: H200)
     w = work(pass_="train", kv_len=kv_len, mask=mask)
     config = dict(zip(("forward", "backward"), names.split("/")))
     leaves = [x.requires_grad_() for x in arrays(w)]

@@ -21,19 +21,18 @@ import numpy as np
 from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
-from attnbench.dispatch.demand import Demand, device_of, framework_of, pass_of, to_layout
+from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.plan import Plans, by_pass, jax_choices
 from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.torch import plain
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
-from attnbench.frameworks.torch.plain import MaskTensors
-from attnbench.impls._arguments import workload_of
-from attnbench.impls.partial.torch_choice import NO_RULES, current
+from attnbench.impls.partial.torch_choice import current
 from attnbench.impls.partial.torch_passes import positive_scale
 from attnbench.masks import AnyMask
 from attnbench.masks.large_bias import LARGE
-from attnbench.spec import Array, Pass, Workload
+from attnbench.spec import Array, Workload
 from attnbench.tracing import constant_when_traced
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -42,17 +41,9 @@ _NAMES = Plans()
 
 
 def attention_with_array(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    visible: Array | None = None,
-    bias: Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    impl: str = "auto",
-    layout: str = "bshd",
-) -> Array:
+    q: Array, k: Array, v: Array, *, visible: Array | None = None, bias: Array | None = None,
+    scale: float | None = None, softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
+) -> Array:  # fmt: skip
     """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)
@@ -72,21 +63,20 @@ def attention_with_array(
     if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
         return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
-    if framework == "torch":
-        q, k, v = under_autocast(q, k, v)
-        with without_autocast(q.device.type):
-            return _torch(q, k, v, visible, bias, scale, softcap, impl, layout)
-    return _jax(q, k, v, visible, bias, scale, softcap, impl, layout)
+    words = Words(None, scale, softcap, impl, layout, None, False)
+    if framework == "jax":
+        return _jax(q, k, v, visible, bias, words)
+    q, k, v = under_autocast(q, k, v)
+    with without_autocast(q.device.type):
+        return _torch(q, k, v, visible, bias, words)
 
 
 def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
     """Raise unless masks are arrays of the inputs' framework and device; JAX also takes NumPy's."""
     for array in given:
-        if framework == "torch":
-            fits = hasattr(array, "requires_grad")
-        else:
-            fits = hasattr(array, "dtype") and frameworks.of(array) in ("jax", "numpy")
-        if not fits:
+        is_tensor = hasattr(array, "requires_grad")
+        in_jax = framework == "jax" and hasattr(array, "dtype") and frameworks.of(array) in ("jax", "numpy")
+        if not (is_tensor if framework == "torch" else in_jax):
             raise InvalidWorkload(
                 f"the inputs are {framework} arrays, but the mask is of type {type(array).__name__}: convert the mask."
             )
@@ -94,22 +84,16 @@ def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
             raise InvalidWorkload(f"the mask is on {array.device}, but the inputs are on {q.device}: move the mask.")
 
 
-def _demand(
-    q: Any, k: Any, v: Any, weighted: bool, pass_: Pass, softcap: float | None, layout: str, framework: str,
-    scale: float | None = None,
-) -> Demand:  # fmt: skip
+def _demand(q: Any, k: Any, v: Any, words: Words, train: bool, framework: str, weighted: bool = False) -> Demand:
     """Return the demand of a call, with a mask of the kind `dense` in place of an array that may not be read."""
-    kv_len = k.shape[2 if layout == "bhsd" else 1]
+    kv_len = k.shape[2 if words.layout == "bhsd" else 1]
     hidden = np.arange(kv_len) < max(kv_len - 1, 1)
     stand_in: AnyMask = masks.dense(np.where(hidden, 0, -np.inf).astype(np.float32) if weighted else hidden)
-    workload = workload_of(q, k, v, mask=stand_in, scale=scale, softcap=softcap, layout=layout, pass_=pass_)
-    rules = current() if framework == "torch" else NO_RULES
-    return Demand(workload, framework, device_of(q, framework), False, "array", rules)
+    return demand_of(q, k, v, words._replace(mask=stand_in), train, "array", framework)
 
 
 def mask_of_keys(visible: np.ndarray, batch: int) -> AnyMask:
-    """Return the mask of visible keys [b or 1, kv]: full; lengths if the visible keys of each row come first; else
-    valid."""
+    """Return the mask of visible keys [b or 1, kv]: full; lengths if they come first in each row; else valid."""
     if visible.all():
         return masks.full()
     lengths = visible.sum(axis=1)
@@ -126,14 +110,12 @@ def _four_axes(array: Array, wanted: tuple[int, ...]) -> Array:
     return array.reshape(padded)
 
 
-def _torch(
-    q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
-    softcap: float | None, impl: str, layout: str,
-) -> Array:  # fmt: skip
+def _torch(q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, words: Words) -> Array:
     """Compute attention without reading values, so that torch.compile can trace it.
 
     Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
     """
+    impl, layout, softcap = words.impl, words.layout, words.softcap
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa does not support softcap: ask for torch.eager.")
     # Fused kernels of a GPU round a bias; those of a CPU take float32 too.
@@ -145,7 +127,7 @@ def _torch(
             f"this bias of {bias.dtype}: cast the bias if that is intended, or ask for torch.eager."
         )
     impl = "torch.eager" if impl == "auto" and not exact else impl  # the only one that takes such a bias
-    impl = _torch_choice(impl, q, k, v, softcap, layout)
+    impl = _torch_choice(q, k, v, words._replace(impl=impl))
     tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
     wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])
     visible, bias = (None if array is None else _four_axes(array, wanted) for array in (visible, bias))
@@ -155,23 +137,18 @@ def _torch(
         finite = bias != float("-inf")
         seen, bias = finite if visible is None else visible & finite, bias.masked_fill(~finite, 0.0)
     dead = ~seen.any(-1, keepdim=True)
-    plain = impl == "torch.eager" or softcap is not None
-    return with_torch_array(q, k, v, MaskTensors(seen, bias, dead), plain, scale, softcap, layout)
+    eager = impl == "torch.eager" or softcap is not None
+    return with_torch_array(q, k, v, plain.MaskTensors(seen, bias, dead), eager, words)
 
 
-def with_torch_array(
-    q: Array, k: Array, v: Array, mask: MaskTensors, plain: bool, scale: float | None, softcap: float | None,
-    layout: str,
-) -> Array:  # fmt: skip
-    """Compute attention by torch.eager (`plain`) or torch.sdpa; the mask must say which rows see no key."""
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+def with_torch_array(q: Array, k: Array, v: Array, mask: plain.MaskTensors, eager: bool, words: Words) -> Array:
+    """Compute attention by torch.eager or torch.sdpa; the mask must say which rows see no key."""
+    layout, factor = words.layout, q.shape[-1] ** -0.5 if words.scale is None else words.scale
     if mask.weight is not None:
         mask = mask._replace(weight=_without_large_rows(mask.weight, mask.visible))
-    if plain:
-        from attnbench.frameworks.torch.plain import attend
-
+    if eager:
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-        return to_layout(attend(q, k, v, mask, factor, softcap)[0], "bshd", layout)
+        return to_layout(plain.attend(q, k, v, mask, factor, words.softcap)[0], "bshd", layout)
     factor, sign = positive_scale(factor)
     q = q if sign == 1.0 else q * sign
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
@@ -192,10 +169,10 @@ def _without_large_rows(bias: Array, seen: Any) -> Array:
     return bias - top.where(top.isfinite() & (top.abs() > LARGE), 0.0)
 
 
-def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None, layout: str) -> str:
-    """Return the name that runs: `impl`, or the policies' choice, or that of the fixed order after reporting the miss.
+def _torch_choice(q: Array, k: Array, v: Array, words: Words) -> str:
+    """Return the name that runs: the one asked for, else the choice, after a report if no policy covers the call.
 
-    With dynamic sizes there is no choice, and `impl` is not checked.
+    With dynamic sizes there is no choice, and the name is not checked.
     """
     import torch
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -205,50 +182,40 @@ def _torch_choice(impl: str, q: Array, k: Array, v: Array, softcap: float | None
         from attnbench.dispatch.torch_compile import specialised
 
         if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
-            return impl
+            return words.impl
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        return _chosen_name_now(outlines, impl, train, softcap is not None, layout)
+        return _chosen_name_now(outlines, words.impl, train, words.softcap is not None, words.layout)
     key = (
-        impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train,
-        softcap is None, layout, current(), registry.generation(), policy.generation(),
+        words.impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train,
+        words.softcap is None, words.layout, current(), registry.generation(), policy.generation(),
     )  # fmt: skip
     name = _NAMES.get(key)
     if name is None:
-        name = _chosen_name(q, k, v, impl, train, softcap is not None, layout)
+        name = _chosen_name(q, k, v, words.impl, train, words.softcap is not None, words.layout)
         _NAMES.put(key, name)
     return name
 
 
 @constant_when_traced
 def _chosen_name_now(outlines: tuple[Any, ...], *rest: Any) -> str:
-    from attnbench.dispatch.torch_compile import Outline
-
-    q, k, v = (Outline(*one) for one in outlines)
-    return _chosen_name(q, k, v, *rest)
+    return _chosen_name(*(Outline(*one) for one in outlines), *rest)
 
 
 def _chosen_name(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:
-    demand = _demand(q, k, v, False, "train" if train else "forward", 1.0 if capped else None, layout, "torch")
-    return chosen(impl, demand)[0].name
+    words = Words(None, None, 1.0 if capped else None, impl, layout, None, False)
+    return chosen(impl, _demand(q, k, v, words, train, "torch"))[0].name
 
 
-def _jax(
-    q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, scale: float | None,
-    softcap: float | None, impl: str, layout: str,
-) -> Array:  # fmt: skip
-    demands = [
-        _demand(q, k, v, bias is not None, pass_, softcap, layout, "jax", scale) for pass_ in ("forward", "train")
-    ]
-    workload = demands[0].workload
-    visible, bias = (
-        None if array is None else _four_axes(array, tuple(workload.mask_shape)) for array in (visible, bias)
-    )
+def _jax(q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, words: Words) -> Array:
+    demands = [_demand(q, k, v, words, train, "jax", bias is not None) for train in (False, True)]
+    wanted, layout = tuple(demands[0].workload.mask_shape), words.layout
+    visible, bias = (None if array is None else _four_axes(array, wanted) for array in (visible, bias))
     q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-    choice = jax_choices(impl, *demands)
+    choice = jax_choices(words.impl, *demands)
 
     def call(train: bool) -> Callable[..., Array]:
         decision, demand = choice(train)
-        backend = decision.taken(impl, demand).name.removeprefix("jax.")
+        backend = decision.taken(words.impl, demand).name.removeprefix("jax.")
         return in_usual_promotion(lambda *arrays: _with_backend(backend, demand.workload, *arrays))
 
     given = [array for array in (q, k, v, visible, bias) if array is not None]

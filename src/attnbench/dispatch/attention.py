@@ -129,18 +129,10 @@ class Explanation(Struct, frozen=True):
 
 
 def explain(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mask: AnyMask | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    impl: str = "auto",
-    layout: str = "bshd",
-    heads: int | tuple[int, int] | None = None,
-    return_lse: bool = False,
-) -> Explanation:
+    q: Array, k: Array, v: Array, *, mask: AnyMask | None = None, scale: float | None = None,
+    softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
+    heads: int | tuple[int, int] | None = None, return_lse: bool = False,
+) -> Explanation:  # fmt: skip
     """Explain what `attention` would use for the same arguments: the pick, candidates, refusals and evidence."""
     framework = framework_of(q, k, v)
     train = pass_of(framework, q, k, v) == "train"

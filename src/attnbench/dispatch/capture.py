@@ -6,17 +6,15 @@ of it and is not counted again.
 
 A call that a compiler traces is seen while it is traced and counted once for each workload; it is not seen when the
 compiled code runs. Then there is no share, and a mask array, which has no values while it is traced, is written as
-`full` with a note. torch.compile notices that the function was replaced and traces again inside the block; a function
-that jax.jit has traced before is not seen. In JAX a call counts as training if `grad` is active while it is traced; a
-`grad` outside of a `jit` is not visible from inside.
+`full` with a note. torch.compile traces again inside the block; a function that jax.jit has traced before is not seen.
+In JAX a call counts as training if `grad` is active while it is traced, so not if `grad` is outside of `jit`.
 
 The time of a call is that of the forward around the call, and of the backward around the operators that autograd
-recorded. On a CPU torch computes when it is called, so the wall clock is right. On a GPU events are put into the stream
-and read at the end: nothing waits while the step runs.
+recorded: by the wall clock on a CPU, by events that are read at the end on a GPU, so nothing waits while the step runs.
 
-Activation checkpointing computes a region of the model again inside an operator of the backward pass, and attention
-with it. That is not counted as a separate call and is not timed. An operator in which it happens is timed from the end
-of the recomputation, if an exception through attention shows that end; else the operator is left out.
+Attention that activation checkpointing computes again, inside an operator of the backward pass, is neither counted nor
+timed. Such an operator is timed from the end of the recomputation, if an exception through attention shows that end;
+else it is left out.
 """
 
 from __future__ import annotations
@@ -106,10 +104,9 @@ class CapturedCalls:
     def workloads(self) -> list[Workload]:
         """Each workload once, the most frequent first; its source says where it was captured."""
         counts: Counter[str] = Counter()
-        by_id: dict[str, Workload] = {}
         for one in self.captured:
             counts[one.workload.id] += one.count
-            by_id[one.workload.id] = one.workload
+        by_id = {one.workload.id: one.workload for one in self.captured}
         notes = {one.workload.id: f"; {one.note}" for one in self.captured if one.note}
         return [
             replace(by_id[key], source=f"{count} of {len(self)} calls captured in a step{notes.get(key, '')}")
@@ -119,25 +116,20 @@ class CapturedCalls:
     @property
     def seconds(self) -> float | None:
         """Time in attention, forward and backward; None if a call could not be timed."""
-        if self.reason:
-            return None
-        return sum(one.seconds or 0.0 for one in self.captured)
+        return None if self.reason else sum(one.seconds or 0.0 for one in self.captured)
 
     @property
     def share(self) -> float | None:
         """Approximate share of the block's wall time that attention takes (`method` says how it was measured)."""
-        if self.seconds is None or not self.step_seconds:
-            return None
-        return self.seconds / self.step_seconds
+        return None if self.seconds is None or not self.step_seconds else self.seconds / self.step_seconds
 
     def gain(self, speedup: float) -> float:
         """Return how many times as fast the step becomes with attention `speedup` times as fast (Amdahl's law)."""
         if not speedup > 0:
             raise UsageError(f"speedup must be a positive ratio, not {speedup!r}.")
-        share = self.share
-        if share is None:
+        if self.share is None:
             raise UsageError(f"the share of attention is unknown: {self.reason}.")
-        share = min(share, 1.0)
+        share = min(self.share, 1.0)
         return 1 / (1 - share + share / speedup)
 
     def save(self, path: str | Path, name: str | None = None) -> Path:
@@ -155,8 +147,8 @@ class CapturedCalls:
         lines: list[str] = []
         for one in self:
             time = "" if one.seconds is None else f"  {1e3 * one.seconds:.3g} ms"
-            note = f"  ({one.note})" if one.note else ""
-            lines.append(f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{time}{note}")
+            line = f"{one.count:5} call{'s' * (one.count > 1)}  {one.workload.title}  via {one.via}{time}"
+            lines.append(line + (f"  ({one.note})" if one.note else ""))
         lines += [f"{count:5} not captured: {why}" for why, count in Counter(self.unread).items()]
         if self.share is None:
             lines.append(f"share of the step: unknown ({self.reason})")
@@ -248,8 +240,9 @@ class _CallRecorder:
         return handle
 
     def _recorded(self, via: str, read: Any, proceed: Any, args: Any, kwargs: Any) -> Any:
-        inputs = _first_three(args, kwargs)
-        again = in_backward()
+        inputs, torch = _first_three(args, kwargs), sys.modules.get("torch")
+        # Whether autograd runs an operator of a backward pass in this thread; checkpointing asks the same way.
+        again = torch is not None and torch._C._current_graph_task_id() != -1
         try:
             seen = read(*args, **kwargs)
             kind = clock_of(inputs[0])
@@ -301,8 +294,7 @@ def _fill(calls: CapturedCalls, recorder: _CallRecorder, timed: bool) -> None:
         total = (group.seconds or 0.0) + call.span.seconds if timed else None
         note = joined(group.note, note, IN_BACKWARD if call.again else "", LEFT_OUT if call.span.left_out else "")
         groups[workload.id, call.via, False] = replace(group, count=group.count + 1, seconds=total, note=note)
-    calls.captured = sorted(groups.values(), key=lambda one: -one.count)
-    calls.unread = tuple(recorder.unread)
+    calls.captured, calls.unread = sorted(groups.values(), key=lambda one: -one.count), tuple(recorder.unread)
     kinds = {call.span.kind for call in recorder.calls if call.span is not None}
     less = LESS if any(RECOMPUTED in one.note or LEFT_OUT in one.note for one in calls) else ""
     calls.method = joined(*(METHODS[kind] for kind in sorted(kinds)), less)
@@ -435,12 +427,6 @@ class Span:
         if self.kind == "cuda":
             return sum(start.elapsed_time(end) for start, end in self._intervals) / 1e3
         return sum(end - start for start, end in self._intervals) / 1e9
-
-
-def in_backward() -> bool:
-    """Return whether autograd runs an operator of a backward pass in this thread; checkpointing asks the same way."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch._C._current_graph_task_id() != -1
 
 
 def _nodes_between(first: Any, stops: set[Any]) -> Iterator[Any]:

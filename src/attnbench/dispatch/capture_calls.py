@@ -17,6 +17,7 @@ import numpy as np
 
 from attnbench import frameworks, masks
 from attnbench.dispatch.array_masks import mask_of_keys
+from attnbench.dispatch.demand import Outline
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.torch.internals import dtype_under_autocast
 from attnbench.impls._arguments import workload_of
@@ -41,18 +42,10 @@ HIDES = -6e4
 """Largest number that hides a pair if it is added to its logit; the least float16 is below it."""
 
 
-class ArrayForm(NamedTuple):
-    """Shape and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
 class SeenCall(NamedTuple):
-    """One call of an attention function; `arrays` are its mask arrays with their versions, read when the step is
-    over."""
+    """One call of an attention function; `arrays` are its mask arrays with their versions, read after the step."""
 
-    forms: tuple[ArrayForm, ArrayForm, ArrayForm]
+    forms: tuple[Outline, Outline, Outline]
     mask: AnyMask | None
     arrays: tuple[tuple[Array, int | None], ...]
     options: dict[str, Any]
@@ -126,8 +119,7 @@ def read_sdpa(
     """Read a call of torch's SDPA: any number of leading axes, causal aligned top-left; dropout becomes a note."""
     mask = masks.causal("top-left" if query.shape[-2] != key.shape[-2] else "bottom-right") if is_causal else None
     call = _read(query, key, value, mask=mask, arrays=(attn_mask,), options={"scale": scale, "layout": "bhsd"})
-    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in call.forms)
-    return call._replace(forms=forms, note=DROPOUT if dropout_p else "")
+    return call._replace(note=DROPOUT if dropout_p else "")
 
 
 def read_jax_nn(
@@ -149,15 +141,14 @@ def read_jax_nn(
     elif key_value_seq_lengths is not None:
         arrays.append(key_value_seq_lengths)
     whole = reduce(and_, parts) if parts else None
-    call = _read(query, key, value, mask=whole, arrays=tuple(arrays), options={"scale": scale, "layout": "bshd"})
-    forms: Any = tuple(form._replace(shape=_four(form.shape)) for form in call.forms)
-    return call._replace(forms=forms)
+    return _read(query, key, value, mask=whole, arrays=tuple(arrays), options={"scale": scale, "layout": "bshd"})
 
 
 def _read(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> SeenCall:
     if any(getattr(x, "is_nested", False) for x in (q, k, v)):
         raise InvalidWorkload(NESTED)
-    forms: Any = tuple(ArrayForm(tuple(x.shape), _dtype(x)) for x in (q, k, v))
+    shapes = (tuple(x.shape) if options["layout"] == "packed" else _four(tuple(x.shape)) for x in (q, k, v))
+    forms: Any = tuple(Outline(shape, _dtype(x)) for shape, x in zip(shapes, (q, k, v)))
     arrays = [array for array in arrays if array is not None]
     kept = tuple((VARIES, None) if _vmap_levels(array) else (array, _version(array)) for array in arrays)
     sizes: dict[int, int] = {}
@@ -225,7 +216,7 @@ def read_outline(
     read: Callable[..., SeenCall], q: Any, k: Any, v: Any, has_mask: bool, words: tuple[Any, ...]
 ) -> SeenCall:
     """Return the call that an outline describes."""
-    forms = (ArrayForm(*one) for one in (q, k, v))
+    forms = (Outline(*one) for one in (q, k, v))
     array = {"attn_mask" if read is read_sdpa else "visible": UNKNOWN} if has_mask else {}
     options = dict(zip(words[::2], words[1::2]))
     if "mask" in options:

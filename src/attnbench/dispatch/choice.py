@@ -1,24 +1,12 @@
 """Which implementation a call uses: the one named, else that of the active policies, else the first of a fixed order.
 
-| framework | fixed order | why |
-| --- | --- | --- |
-| torch on an accelerator | sdpa-cudnn, sdpa-flash, sdpa-efficient, flex, eager | fused first; eager takes every mask |
-| torch on Apple's mps | sdpa, eager | the backends cannot be pinned there |
-| torch on a CPU | sdpa-flash, eager | flex would compile for seconds at the first call |
-| jax | cudnn, xla, einsum | fused first; einsum takes every mask |
-| numpy | float32, reference | float64 arrays need the second |
-
-First of all, torch and jax try an implementation of the dilated mask (dilated-improved, dilated), which takes no other
-mask.
-
 An implementation that compiles for seconds at every build (`compiles_each_plan`: flex) comes after eager if its plan
 may serve only one call: without gradients (the lengths of prompts and caches vary) and if the mask carries data
 (lengths, documents, arrays), as long as eager's scores take at most MOST_SCORES.
 
 An implementation that supports a call, but raises Unsupported when it runs, is left out of the automatic choices of
-this process for calls of the same class: device, pass, dtype, kind of mask, head dims, soft cap, LSE and torch's
-settings are equal, heads are grouped in both or in neither, and sizes have the same power of two. A wider class would
-leave a kernel out for sizes that it can compute, a narrower one would try it again at every new length.
+this process for calls of the same class (`_failure_key`). A wider class would leave a kernel out for sizes that it can
+compute, a narrower one would try it again at every new length.
 
 If no measured policy covers a call, that is reported once per kind of call: a warning, an error or nothing (setting
 `on_miss`). An active policy that does not hold here (stale, or of another device) is reported once as well, even if
@@ -35,8 +23,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from attnbench import policy, registry
-from attnbench.dispatch.demand import META, Demand, Form, environment_of
+from attnbench.dispatch.demand import META, Demand, Form
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
+from attnbench.frameworks import environment_of
 from attnbench.impls.partial.torch_choice import ruled_out
 from attnbench.policy import Choice, Policy
 from attnbench.policy.policy import label_of
@@ -51,11 +40,14 @@ ORDER: dict[str, tuple[str, ...]] = {
     "jax": ("jax.dilated", "jax.cudnn", "jax.xla", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }  # fmt: skip
+"""Fixed order: the kernels of the dilated mask, which take no other, then fused ones, then what takes every mask."""
 MPS_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.eager")
+"""Order on Apple's mps, where SDPA's backends cannot be pinned."""
 CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
 }
+"""Order on a CPU, where flex would compile for seconds at the first call."""
 TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
     "torch": ("torch.sdpa", "torch.eager"),
     "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
@@ -288,7 +280,7 @@ def refusal(implementation: Implementation, workload: Workload, framework: str, 
         return f"takes {implementation.framework} arrays, not {framework} arrays"
     if implementation.step:
         return f"computes the step {implementation.step}, not attention alone"
-    environment = environment_of(framework, device)
+    environment = environment_of(framework, "cpu" if device == META else device)
     return implementation.available(environment) or implementation.supports(workload, environment)
 
 

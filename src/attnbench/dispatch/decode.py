@@ -1,14 +1,9 @@
 """Decoding: one query against a cache that grows by a key at each token, planned once for each doubling of the keys.
 
 `ab.attention` makes a plan for every shape and every mask, which a decode loop would pay at every token. Here lengths
-are distinguished by their power of two: the choice is that of the first length of each class.
-
-- Without padding, one built call of an implementation with `any_kv_len` serves all lengths; if no policy covers the
-  call, only such implementations are asked.
-- Padding stays an array, which torch's SDPA and torch.eager take (`choice.TAKE_ARRAYS`).
-
-An implementation that a policy chose or that was asked for by name, but is built for one length, is planned for each
-length.
+are distinguished by their power of two: the choice is that of the first length of each class. Without padding, one call
+of an implementation with `any_kv_len` serves all lengths; padding stays an array (`choice.TAKE_ARRAYS`). What a policy
+or a name asks for, but is built for one length, is planned for each length.
 """
 
 from __future__ import annotations
@@ -36,16 +31,9 @@ PLAN_EACH_LENGTH = object()
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    impl: str,
-    mask: AnyMask = _FULL,
-    real: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, softcap: float | None, impl: str,
+    mask: AnyMask = _FULL, real: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return attention of one query, layout bhsd, without gradients, as `ab.attention` computes it with the mask.
 
     The query sees every key, or in a padded batch those of `real` [b, 1, 1, keys], which equals `mask`.
@@ -83,9 +71,5 @@ def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Wo
     if fixed and (decision.pick is None or decision.pick.name not in TAKE_ARRAYS["torch"]):
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
-    plain, scale, softcap = pick.name == "torch.eager", words.scale, words.softcap
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        return with_torch_array(q, k, v, MaskTensors(real, None, None), plain, scale, softcap, "bhsd")
-
-    return run
+    eager = pick.name == "torch.eager"
+    return lambda q, k, v, real: with_torch_array(q, k, v, MaskTensors(real, None, None), eager, words)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
+from attnbench.frameworks import environment_of
 from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, Rules, current
@@ -14,10 +14,18 @@ from attnbench.masks import AnyMask
 from attnbench.spec import Array, Environment, Pass, Workload
 
 META = "meta"
-"""Torch's device of tensors that have a shape and no numbers."""
+"""Torch's device of tensors that have a shape and no numbers, which count as a CPU's."""
 Form = Literal["call", "traced", "operator", "array"]
 """How an implementation will be run: called, traced by torch.compile if it can be, as one operator of a compiled graph,
 or with its mask an array that is an argument of the call."""
+
+
+class Outline(NamedTuple):
+    """Facts of an array that a choice depends on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: Any = None
 
 
 class Words(NamedTuple):
@@ -48,13 +56,7 @@ class Demand(NamedTuple):
     @property
     def environment(self) -> Environment:
         """Environment of the device."""
-        return environment_of(self.framework, self.device)
-
-
-@lru_cache(maxsize=32)
-def environment_of(framework: str, device: str) -> Environment:
-    """Return basic facts about a device, read once; torch's meta tensors, which have no numbers, count as a CPU's."""
-    return frameworks.get(framework).environment("cpu" if device == META else device)
+        return environment_of(self.framework, "cpu" if self.device == META else self.device)
 
 
 def demand_of(

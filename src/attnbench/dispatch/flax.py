@@ -23,27 +23,12 @@ from attnbench.spec import Array
 
 
 def attention_fn(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Any = None,
-    qk_attn_weights_einsum: Any = None,
-    attn_weights_value_einsum: Any = None,
-    promote_dtype: Any = None,
-    is_causal: bool = False,
-    *,
-    impl: str = "auto",
-) -> Array:
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None,
+    broadcast_dropout: bool = True, dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Any = None, precision: Any = None, module: Any = None, force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None, qk_attn_weights_einsum: Any = None, attn_weights_value_einsum: Any = None,
+    promote_dtype: Any = None, is_causal: bool = False, *, impl: str = "auto",
+) -> Array:  # fmt: skip
     """Compute attention as Flax calls it. All arguments are named here, because linen passes only those that are."""
     import jax.numpy as jnp
 

@@ -1,12 +1,9 @@
 """Hugging Face Transformers: `register()`, then `attn_implementation="attnbench"`.
 
 Both interfaces are registered. That of masks (`attnbench.dispatch.hf_masks`) describes the mask of a step as one of
-attnbench: causal, window, padding, packed documents, and the part of a static cache that is written. A mask that cannot
-be described, and one that is traced by torch.compile, stays the boolean array that Transformers itself would make.
-
-A model that computes attention by itself, for masks of another form, is refused: when it is loaded, when its
-implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`). `check(model)` reports which modules
-will call attnbench.
+attnbench. A mask that cannot be described, and one that is traced by torch.compile, stays the boolean array that
+Transformers itself would make. A model that computes attention by itself, for masks of another form, is refused: when
+it is loaded, when its implementation is set, or when it asks for a mask (`attnbench.dispatch.hf_models`).
 
 A feature that attnbench's attention does not have (dropout, sinks, a position bias, attention weights) is refused with
 the reason; nothing is ignored silently, with one exception. If the layers are compiled instead of the whole model, and
@@ -20,7 +17,9 @@ import warnings
 from collections.abc import Iterator
 from functools import partial, wraps
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from attnbench import masks
 from attnbench.dispatch import array_masks, decode, hf_models
@@ -30,9 +29,6 @@ from attnbench.dispatch.torch_sdpa import check_impl
 from attnbench.errors import Unsupported, UsageError
 from attnbench.masks import Full
 from attnbench.tracing import constant_when_traced
-
-if TYPE_CHECKING:
-    import torch
 
 REFUSED = {
     "s_aux": "attention sinks",
@@ -144,13 +140,10 @@ def _implementation(config: Any) -> Any:
 
 
 def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
-    """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those named in a
-    dict."""
+    """Yield the configs to which `set_attn_implementation` would give a registered name: all, or those in a dict."""
     if not isinstance(request, dict):
         if _is_ours(request):
-            yield config
-            for key in getattr(config, "sub_configs", ()):
-                yield from _configs_asked(model, getattr(config, key, None), request)
+            yield from _with_parts(config)
             yield from (one for one, _ in hf_models.by_config(model) if config is model.config)
         return
     for key, value in request.items():
@@ -162,8 +155,7 @@ def _configs_asked(model: Any, config: Any, request: Any) -> Iterator[Any]:
 
 
 def _check_parts(model: Any, configs: list[Any]) -> None:
-    """Refuse parts with these configs that would lose their masks; warn of parts that lose none but never call
-    attnbench."""
+    """Refuse parts with these configs that would lose their masks; warn of others that never call attnbench."""
     for config, modules in hf_models.by_config(model):
         if config is None or not any(config is one for one in configs):
             continue
@@ -231,23 +223,11 @@ def check(model: torch.nn.Module) -> ModelCheck:
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    impl: str = "auto",
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, *, impl: str = "auto", dropout: float = 0.0, scaling: float | None = None,
+    softcap: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim]."""
-    import torch
-
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
@@ -263,16 +243,8 @@ def attention_forward(
         alone = query.shape[2] == 1 and (type(described.mask) is Full or described.real is not None)
         wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if alone and not wants_gradient and not torch.compiler.is_compiling():
-            out = decode.attend(
-                query,
-                key,
-                value,
-                scale=options["scale"],
-                softcap=softcap,
-                impl=impl,
-                mask=described.mask,
-                real=described.real,
-            )
+            more: Any = {"mask": described.mask, "real": described.real}
+            out = decode.attend(query, key, value, scale=options["scale"], softcap=softcap, impl=impl, **more)
         else:
             out = dispatch.attention(query, key, value, mask=described.mask, **options)
     else:
@@ -285,8 +257,6 @@ def attention_forward(
 
 def _check_array(mask: Any) -> None:
     """Raise Unsupported for masks whose meaning is ambiguous."""
-    import torch
-
     if mask is None or isinstance(mask, DescribedMask):
         return
     if not isinstance(mask, torch.Tensor):
@@ -324,8 +294,6 @@ def _check(dropout: float, mask: torch.Tensor | None, others: dict[str, Any]) ->
 
 def _weights_recorded() -> bool:
     """Return whether the model collects attention weights: several models do not pass this on to their layers."""
-    import torch
-
     try:
         from transformers.utils.output_capturing import _active_collector as collector
     except ImportError:  # older versions

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, reduce
+from itertools import islice
+from operator import and_
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,13 +172,9 @@ _READ = frozenset({
 
 def _misread(name: str) -> str:
     """Return an error message that names the module and model that read a mask as numbers, found by their frames."""
-    frame, inner, outer = sys._getframe(2), None, None
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            inner, outer = inner or type(module), type(module)
-        frame = frame.f_back
-    who = "the code" if inner is None or outer is None else f"{inner.__name__} of {outer.__name__}"
+    modules = [frame.f_locals.get("self") for frame in _frames_from(sys._getframe(2))]
+    kinds = [type(module).__name__ for module in modules if isinstance(module, torch.nn.Module)]
+    who = f"{kinds[0]} of {kinds[-1]}" if kinds else "the code"
     return (
         f"{who} computes with the mask that was made for attnbench's attention (by {name}): it has its own attention, "
         f"which expects another kind of mask, so its result would be wrong. {hf_models.OTHERWISE}"
@@ -183,16 +182,10 @@ def _misread(name: str) -> str:
 
 
 def describe(
-    batch_size: int,
-    kv_length: int,
-    q_length: int | None = None,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    cache_position: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    device: Any = None,
+    batch_size: int, kv_length: int, q_length: int | None = None, q_offset: Any = 0, kv_offset: int = 0,
+    cache_position: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, device: Any = None,
     **more: Any,
-) -> torch.Tensor | None:
+) -> torch.Tensor | None:  # fmt: skip
     """Return the mask of a step to Transformers; None means plain causal. Older releases pass `cache_position`."""
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
@@ -205,10 +198,8 @@ def describe(
         q_length, device = len(cache_position), cache_position.device
     assert q_length is not None
 
-    def evaluate() -> torch.Tensor:
-        mask = sdpa_mask(**given)
-        assert mask is not None
-        return mask
+    def evaluate() -> Any:
+        return sdpa_mask(**given)
 
     may_skip = more.get("allow_is_causal_skip", True)
     function = more.get("mask_function", causal_mask_function)
@@ -240,15 +231,15 @@ def describe(
 
 def _calling_module() -> torch.nn.Module | None:
     """Find the module whose code asks for the mask, a few calls above."""
-    frame = sys._getframe(2)
-    for _ in range(LEVELS):
-        if frame is None:
-            return None
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            return module
+    modules = (frame.f_locals.get("self") for frame in islice(_frames_from(sys._getframe(2)), LEVELS))
+    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the nearest first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return None
 
 
 @constant_when_traced
@@ -267,12 +258,8 @@ def _made_ahead() -> bool:
 
     A compiled function takes arrays: it would be compiled anew for each description.
     """
-    frame = sys._getframe(2)
-    for _ in range(LEVELS):
-        if frame is None or frame.f_code.co_name == "prepare_inputs_for_generation":
-            return frame is not None
-        frame = frame.f_back
-    return False
+    above = islice(_frames_from(sys._getframe(2)), LEVELS)
+    return any(frame.f_code.co_name == "prepare_inputs_for_generation" for frame in above)
 
 
 def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor | None) -> KeyRangeMask | None:
@@ -281,7 +268,6 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
         return None
     shift = step.q_start - step.kv_start
     before = after = unbounded = step.q_len + step.kv_len
-    documents: list[AnyMask] = []
     for kind, values in parts:
         if kind == "causal":
             after = 0
@@ -296,20 +282,17 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
         return None
     if first >= last:
         return None
-    for kind, values in parts:
-        if kind in ("packed", "chunked"):
-            document = _documents(kind, values, step, first, last)
-            if document is None:
-                return None
-            documents.append(document)
+    packed = (part for part in parts if part[0] in ("packed", "chunked"))
+    documents = [_documents(*part, step, first, last) for part in packed]
+    if None in documents:
+        return None
     # Full, causal or a window over keys that end with the last query's own, without bounds that are never reached.
     reaches_back, reaches_on = before >= last - first - 1, after >= step.q_len - 1
     if reaches_back and (reaches_on or after == 0):
         mask: Any = masks.full() if reaches_on else masks.causal()
     else:
         mask = masks.window(None if reaches_back else before, None if reaches_on else after)
-    for part in documents:
-        mask = mask & part
+    mask = reduce(and_, documents, mask)
     if padding is None:
         return KeyRangeMask(mask, first, last, packed=bool(documents))
     keys = slice(step.kv_start + first, step.kv_start + last)
@@ -320,8 +303,7 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
     alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
     if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
-    both: Any = mask & hiding
-    return KeyRangeMask(both, first, last, bool(documents), array)
+    return KeyRangeMask(mask & hiding, first, last, bool(documents), array)
 
 
 _KINDS = {

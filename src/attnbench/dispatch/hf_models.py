@@ -22,12 +22,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 
 _CORE = (
-    "torch",
-    "transformers.modeling_",
-    "transformers.generation",
-    "transformers.integrations",
-    "transformers.utils",
-)
+    "torch", "transformers.modeling_", "transformers.generation", "transformers.integrations", "transformers.utils",
+)  # fmt: skip
 """Prefixes of modules whose functions belong to no particular model."""
 _DEPTH = 3
 """Depth of calls followed from a method: attention is often a function of the model's own module."""
@@ -128,11 +124,8 @@ def _makes_weights(name: str) -> bool:
 
 def _is_attention_mask(parameter: str) -> bool:
     """Return whether a parameter may be an attention mask, not labels, costs or positions of something masked."""
-    return (
-        parameter in ("mask", "masks")
-        or parameter.endswith(("attention_mask", "attn_mask", "causal_mask"))
-        or ("padding_mask" in parameter)
-    )
+    ends = parameter.endswith(("attention_mask", "attn_mask", "causal_mask"))
+    return ends or parameter in ("mask", "masks") or "padding_mask" in parameter
 
 
 @cache

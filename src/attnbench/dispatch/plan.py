@@ -24,7 +24,7 @@ from attnbench.frameworks.jax.plain import in_usual_promotion
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
 from attnbench.registry import OURS, origin
-from attnbench.spec import Array, Call, Implementation
+from attnbench.spec import Array, Call, Config, Implementation
 from attnbench.tracing import is_fake
 
 MOST = 4096
@@ -109,7 +109,7 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> tuple[Ca
 def running(impl: str, demand: Demand, layout: str) -> Call:
     """Return what a call runs: the named implementation, or `auto`'s choice, which is replaced if it cannot run."""
     pick, decision = chosen(impl, demand)
-    call = built(pick, decision, demand, layout)
+    call = built(pick, decision.config, demand, layout)
     return AutoChoice(call, decision, demand, layout) if impl == "auto" else call
 
 
@@ -131,12 +131,13 @@ class AutoChoice:
                         failed = self._decision
                         assert failed.pick is not None
                         pick, decision = next_choice(failed.pick.name, failed.config, self._demand, error)
-                        self._call, self._decision = built(pick, decision, self._demand, self._layout), decision
+                        call = built(pick, decision.config, self._demand, self._layout)
+                        self._call, self._decision = call, decision
 
 
-def built(pick: Implementation, decision: PickDecision, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
+def built(pick: Implementation, config: Config, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
     """Return the call of an implementation in the caller's layout; its arrays are made now if a device is given."""
-    workload, config = demand.workload, decision.config
+    workload = demand.workload
     outside_traces: Any = nullcontext()
     if demand.framework == "jax":
         import jax
@@ -182,11 +183,8 @@ def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
     if layout == native:
         return call
 
-    def transposed(q: Array, k: Array, v: Array) -> Any:
-        return call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-
     if demand.framework == "torch" and layout != "packed" and not with_lse:
-        return transposed
+        return lambda q, k, v: call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
     def run(q: Array, k: Array, v: Array) -> Any:
         q = to_layout(q, layout, native, heads)
@@ -229,7 +227,7 @@ def _traced_jax(q: Array, k: Array, v: Array, words: Words) -> tuple[Call, int]:
                 raise
             decision, demand = choice(True)  # one for training alone: `grad(jit(f))` traces the forward pass first
             pick = decision.taken(words.impl, demand)
-        return built(pick, decision, demand, words.layout)
+        return built(pick, decision.config, demand, words.layout)
 
     return by_pass(call), bytes_kept(demands[1])
 
@@ -258,10 +256,7 @@ def by_pass(make: Callable[[bool], Callable[..., Any]]) -> Callable[..., Any]:
     from jax.custom_derivatives import SymbolicZero
 
     calls = lru_cache(make)
-
-    @jax.custom_jvp
-    def run(*arrays: Any) -> Any:
-        return calls(False)(*arrays)
+    run = jax.custom_jvp(lambda *arrays: calls(False)(*arrays))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         constant = (type(None), SymbolicZero)

@@ -23,12 +23,12 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 
 from attnbench import policy, registry
 from attnbench.dispatch.choice import PickDecision, chosen, known_failure, next_choice
-from attnbench.dispatch.demand import Demand, Words, demand_of, to_layout
-from attnbench.dispatch.plan import OWN_RUN, Plans, arranged, built, bytes_kept
+from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, to_layout
+from attnbench.dispatch.plan import OWN_RUN, Plans, built, bytes_kept
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arguments import LAYOUTS, both_heads
-from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse
+from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse, turned
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Call, Config, Implementation, Workload
@@ -41,20 +41,12 @@ SCHEMA = 2
 """Version of the operators' arguments and results: graphs cached on disk may be from another version of attnbench."""
 
 
-class Outline(NamedTuple):
-    """Facts of a tensor that a choice depends on."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    device: Any
-
-
 class TracedCalls:
     """Calls that traced code runs, by attribute: Dynamo can trace and guard what it finds at a place of its own.
 
-    Nothing is ever dropped: compiled code is guarded by the entry that it found here, holds no reference to it, and
-    gives no notice when it is thrown away. So the object grows by one entry for each call that differs in what a choice
-    depends on (shapes, dtypes, device, gradients, words, mask, pick), and by none for a call that is traced again.
+    Nothing is ever dropped: compiled code is guarded by the entry that it found here, and gives no notice when it is
+    thrown away. So there is one entry for each call that differs in what a choice depends on (shapes, dtypes, device,
+    gradients, words, mask, pick), and none more if a call is traced again.
     """
 
     def keep(self, call: Call, *what: Any) -> str:
@@ -68,17 +60,9 @@ CALLS = TracedCalls()
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Any,
-    scale: float | None,
-    softcap: float | None,
-    impl: str,
-    layout: str,
-    heads: int | tuple[int, int] | None,
-    return_lse: bool,
-) -> Any:
+    q: Array, k: Array, v: Array, mask: Any, scale: float | None, softcap: float | None, impl: str, layout: str,
+    heads: int | tuple[int, int] | None, return_lse: bool,
+) -> Any:  # fmt: skip
     """Compute `attnbench.attention` by a call that Dynamo can trace."""
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
@@ -108,7 +92,7 @@ def choose_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
     while words.impl == "auto" and (error := _error_of(pick, decision, demand, words.layout, (q, k, v))):
         pick, decision = next_choice(pick.name, decision.config, demand, error)
     if pick.traceable:
-        call = built(pick, decision, demand, words.layout, q.device)
+        call = built(pick, decision.config, demand, words.layout, q.device)
     else:
         call = as_operator(words, train, (pick.name, decision.config))
     return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
@@ -145,7 +129,7 @@ def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> 
     demand = demand_of(q, k, v, words, train, "traced", "torch")
     pick, decision = chosen(words.impl, demand)
     if pick.traceable:
-        return built(pick, decision, demand, words.layout)
+        return built(pick, decision.config, demand, words.layout)
     return as_operator(words, train, (pick.name, decision.config))
 
 
@@ -161,7 +145,7 @@ def _error_of(
     if not pick.traceable or pick.compiles_each_plan:
         return None
     try:
-        call = built(pick, decision, demand, layout)  # a second one: the masks of this one would have no numbers
+        call = built(pick, decision.config, demand, layout)  # a second one: the masks of this one would have no numbers
         with FakeTensorMode(allow_non_fake_inputs=True):
             train = demand.workload.needs_gradients
             call(*[torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=train) for x in outlines])
@@ -184,8 +168,8 @@ class GraphKernels(NamedTuple):
     """Functions on arrays in the request's layout; no backward if no gradients were asked."""
 
     pick: tuple[str, Config]
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    backward: Callable[..., tuple[torch.Tensor, ...]] | None
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
 
 
 _requests: dict[str, GraphRequest] = {}
@@ -273,15 +257,9 @@ def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
 
 @torch.library.custom_op("attnbench::backward", mutates_args=())
 def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    ran: torch.Tensor,
-    key: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    ran: torch.Tensor, key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (dq, dk, dv) by the implementation whose forward ran."""
     kernel = _kernels_for(q, k, v, key, int(ran) if ran.numel() else CHOSEN_BEFORE).backward
     assert kernel is not None
@@ -304,7 +282,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-    q, k, v, out, lse, ran = ctx.saved_tensors
+    *saved, ran = ctx.saved_tensors
     words = _request_of(ctx.key).words
 
     def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -312,11 +290,9 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _
 
     layout = "bhsd" if words.layout == "bhsd" else "bshd"
     grads = of_both(
-        lambda dout: backward(q, k, v, out, lse, dout),
-        lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse),
-        dout,
-        dlse if words.return_lse else None,
-    )
+        lambda dout: backward(*saved, dout), lambda dlse: through_lse(backward, layout, *saved, dlse),
+        dout, dlse if words.return_lse else None,
+    )  # fmt: skip
     return *grads, None
 
 
@@ -333,17 +309,17 @@ def _choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> int:
     index: Any = _picked.get(place)
     if index is None:
         pick, decision = chosen(request.words.impl, demand_of(q, k, v, request.words, request.train, "operator"))
-        index = _number(pick.name, decision.config)
+        index = _number((pick.name, decision.config))
         _picked.put(place, index)
     return index
 
 
-def _number(name: str, config: Config) -> int:
+def _number(pick: tuple[str, Config]) -> int:
     """Return the index of a pick in `_picks`, adding it if it is new."""
     with _choosing:
-        if (name, config) not in _picks:
-            _picks.append((name, config))
-        return _picks.index((name, config))
+        if pick not in _picks:
+            _picks.append(pick)
+        return _picks.index(pick)
 
 
 def _replace(
@@ -359,7 +335,7 @@ def _replace(
     demand = demand_of(q, k, v, request.words, request.train, "operator")
     pick, decision = next_choice(*failed.pick, demand, error)
     if request.pick is None:
-        _picked.put((*place, current(), policy.generation()), _number(pick.name, decision.config))
+        _picked.put((*place, current(), policy.generation()), _number((pick.name, decision.config)))
     else:
         kernels = _build(request, demand, pick, decision.config)
         _kernels.put((*place, CHOSEN_BEFORE), kernels, bytes_kept(demand))
@@ -387,25 +363,10 @@ def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple
 
 
 def _build(request: GraphRequest, demand: Demand, pick: Implementation, config: Config) -> GraphKernels:
-    workload, words, layout = demand.workload, request.words, request.words.layout
+    words, layout = request.words, request.words.layout
     if not request.train:
-        call = pick.build_lse(workload, config) if words.return_lse else pick.build(workload, config)
-        assert call is not None
-        run = arranged(call, demand, layout, pick.layout)
-        both = run if words.return_lse else lambda q, k, v: (run(q, k, v), None)
-        return GraphKernels((pick.name, config), both, None)
-    pair = pick.partial(workload, config)
+        run = built(pick, config, demand, layout)
+        return GraphKernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None))
+    pair = pick.partial(demand.workload, config)
     assert pair is not None
-
-    def to_native(arrays: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        return [to_layout(x, layout, "bshd") for x in arrays]
-
-    def forward(*arrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = pair[0](*to_native(arrays))
-        return to_layout(out, "bshd", layout), lse
-
-    def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any) -> tuple[torch.Tensor, ...]:
-        q, k, v, out, dout = to_native((q, k, v, out, dout))
-        return tuple(to_layout(x, "bshd", layout) for x in pair[1](q, k, v, out, lse, dout))
-
-    return GraphKernels((pick.name, config), forward, backward)
+    return GraphKernels((pick.name, config), *(turned(pair) if layout == "bhsd" else pair))

@@ -41,18 +41,10 @@ _WARNED: set[str] = set()
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    impl: str = "auto",
-    fallback: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    impl: str = "auto", fallback: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Compute torch's function by attnbench; `impl` is a name or "auto", `fallback` lets torch compute other calls."""
     return _attend(native_sdpa, impl, fallback, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -80,30 +72,19 @@ def redirect_sdpa(impl: str = "auto", *, fallback: bool = False) -> Iterator[Non
 
 
 def check_impl(impl: str) -> None:
-    """Raise UsageError for an unknown name, or the name of another framework's implementation, before the first
-    call."""
-    if impl == "auto":
-        return
-    framework = registry.get(registry.asked(impl)[0]).framework
+    """Raise UsageError for an unknown name, or one of another framework, before the first call."""
+    framework = "torch" if impl == "auto" else registry.get(registry.asked(impl)[0]).framework
     if framework != "torch":
         raise UsageError(f"{impl} takes {framework} arrays: name an implementation that takes torch tensors.")
 
 
 def _attend(
-    native: Callable[..., Any],
-    impl: str,
-    fallback: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    native: Callable[..., Any], impl: str, fallback: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     check_tensors("scaled_dot_product_attention", query, key, value, *(() if attn_mask is None else (attn_mask,)))
-    options = {"scale": scale, "enable_gqa": enable_gqa}
     reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl)
     if reason is not None:
         message = f"attnbench's scaled_dot_product_attention does not take {reason}"
@@ -114,7 +95,7 @@ def _attend(
             _WARNED.add(kind)
             warnings.warn(f"{message}: torch's own function computes such calls.", stacklevel=3)
     if reason is not None or (attn_mask is not None and impl == "auto"):
-        return native(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return native(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     shape = (*query.shape[:-1], value.shape[-1])
     mask: Any = masks.causal("top-left") if is_causal else None
     if attn_mask is not None:
@@ -131,15 +112,9 @@ def _four_axes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _why_not(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    impl: str,
-) -> str | None:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, enable_gqa: bool, impl: str,
+) -> str | None:  # fmt: skip
     """Return the part of a call that attnbench does not take; None if it takes the call."""
     arrays = (query, key, value)
     if any(x.is_nested for x in arrays):
@@ -168,13 +143,9 @@ class Hook:
     """Handlers of one function; the latest is called first."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        home: str,
-        *,
-        spare: tuple[str, ...] = (),
+        self, function: Callable[..., Any], home: str, spare: tuple[str, ...] = (),
         original: Callable[..., Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Wrap a function of the module `home`; modules whose name begins with one of `spare` keep the function.
 
         `original` is called in place of the function, if that would not work while it is replaced.

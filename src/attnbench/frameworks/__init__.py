@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Framework, Inputs, Peak, Program, Programs, Samples
+from attnbench.spec import Environment
 
 __all__ = [
-    "NAMES",
-    "OUTPUTS",
-    "Clock",
-    "Framework",
-    "Inputs",
-    "Peak",
-    "Program",
-    "Programs",
-    "Samples",
-    "get",
-    "installed",
-    "of",
-]
-
+    "NAMES", "OUTPUTS", "Clock", "Framework", "Inputs", "Peak", "Program", "Programs", "Samples", "environment_of",
+    "get", "installed", "of",
+]  # fmt: skip
 NAMES = ("numpy", "torch", "jax")
 
 
@@ -42,6 +32,12 @@ def get(name: str) -> Framework:
         raise UsageError(f"{name} is not installed: pip install 'attnbench[{name}]'.")
     module = "numpy" if name == "numpy" else f"{name}.framework"
     return import_module(f"attnbench.frameworks.{module}").FRAMEWORK
+
+
+@lru_cache(maxsize=32)
+def environment_of(framework: str, device: str) -> Environment:
+    """Return basic facts about a device of a framework, read once."""
+    return get(framework).environment(device)
 
 
 def of(value: Any) -> str:

@@ -51,7 +51,7 @@ class Watched(NamedTuple):
 
 class Inputs(NamedTuple):
     """Arrays of one call in the implementation's layout; `dout` is the random cotangent of the output, or a function
-    that makes it, so that a forward pass that runs before cannot know it."""
+    that makes it, so that an earlier forward pass cannot know it."""
 
     q: Array
     k: Array
@@ -118,7 +118,6 @@ class Watch:
 
     def pick(self, calls: int) -> Sequence[int]:
         """Choose which of the next `calls` calls are looked at, in order; called when their inputs are prepared."""
-        del calls
         return ()
 
     def picks(self, count: int, calls: int) -> frozenset[int]:
@@ -126,8 +125,10 @@ class Watch:
         return frozenset(calls * sample + index for sample in range(count) for index in self.pick(calls))
 
     def look(self, call: int, output: tuple[Array, ...]) -> None:
-        """Copy what is needed of the output of a picked call, whose inputs were item `call` of the visit's. With the
-        clocks of an accelerator nothing has waited for the call yet: copies are made in stream order."""
+        """Copy what is needed of the output of a picked call, whose inputs were item `call` of the visit's.
+
+        With the clocks of an accelerator nothing has waited for the call yet: copies are made in stream order.
+        """
 
 
 UNWATCHED = Watch()
@@ -163,18 +164,17 @@ class Untrusted(Exception):
 
 
 def hooks() -> tuple[Any, ...]:
-    """Return the functions that Python calls by itself: profile and trace functions, monitoring tools, callbacks of
-    garbage collection.
+    """Return the functions that Python calls by itself: for profiles, traces, monitoring, garbage collection.
 
     A call that leaves such a function behind can go on working after the clock has been read, so the wall clocks
-    compare these functions before they read the clock; that takes less than a microsecond. (Tools of sys.monitoring
-    exist from Python 3.12 on.)
+    compare these functions before they read the clock, in less than a microsecond.
     """
     tools = () if MONITORING is None else tuple(map(MONITORING.get_tool, range(TOOLS)))
     return id(getprofile()), id(gettrace()), tools, tuple(map(id, gc.callbacks))
 
 
 MONITORING, TOOLS = getattr(sys, "monitoring", None), 6
+"""Registry of monitoring tools (from Python 3.12 on), and their number."""
 
 
 def require_unhooked(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
@@ -192,10 +192,10 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaits:
-    """How long the threads of this process have waited for a core, ready to run while others had all of them (Linux).
+    """Time that the threads of this process have waited for a core, ready to run while others had all of them (Linux).
 
-    A call of several threads ends with its last one: if other programs share the cores, it may take a hundred times as
-    long, all the time, so that its times look steady.
+    A call of several threads ends with its last one: if other programs share the cores, it may always take a hundred
+    times as long, so that its times look steady.
     """
 
     _found: ClassVar[dict[int, CoreWaits | None]] = {}
@@ -337,8 +337,7 @@ class Framework(ABC):
 
     @abstractmethod
     def environment(self, device: str) -> Environment:
-        """Return light facts for `supports`: device, name, memory, capability, packages. No clocks, no loaded
-        libraries."""
+        """Return light facts for `supports`: device, name, memory, capability, packages; no clocks or libraries."""
 
     def settings(self) -> Mapping[str, Setting]:
         """Return the settings of the whole process that calls of this library depend on, by name; start no device."""
@@ -366,7 +365,6 @@ class Framework(ABC):
 
     def precision(self, dtype: str) -> AbstractContextManager[None]:
         """Compute in the precision that inputs of this dtype ask for, whatever the process's defaults are."""
-        del dtype
         return nullcontext()
 
     @abstractmethod
@@ -387,7 +385,6 @@ class Framework(ABC):
 
     def compiled(self, function: Callable[[Any], tuple[Array, ...]], state: Any) -> Programs:
         """Return a whole step `state -> outputs` as one program, compiled if the framework compiles."""
-        del state
         return Programs(Program(run=function), compile_ns=0)
 
     @abstractmethod
@@ -445,12 +442,10 @@ class Framework(ABC):
 
     def held(self, device: str) -> int | None:
         """Return the bytes that the process holds now for arrays between calls; None if that is unknown."""
-        del device
         return None
 
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
         """Return what each rank did if a call is spread over several, else None."""
-        del program, inputs, device
         return None
 
     @abstractmethod
@@ -463,8 +458,7 @@ class Framework(ABC):
 
     @abstractmethod
     def matmul(self, size: int, dtype: str, device: str) -> Program:
-        """Return the program of a size^3 matrix product of random operands, run -> (a @ b, a, b): anchor and
-        ceiling."""
+        """Return the product of two random size^3 matrices, run -> (a @ b, a, b), as an anchor and a ceiling."""
 
     @abstractmethod
     def copy(self, size_bytes: int, device: str) -> Program:

@@ -26,11 +26,7 @@ RESET_PEAK = "5"
 class _Mallinfo(ctypes.Structure):
     """The result of glibc's mallinfo2: ten numbers, of which the fifth is the size of large blocks."""
 
-    _fields_ = (
-        ("before", ctypes.c_size_t * 4),
-        ("large_blocks", ctypes.c_size_t),
-        ("after", ctypes.c_size_t * 5),
-    )
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
 class HostMemory(NamedTuple):
@@ -70,7 +66,7 @@ def large_blocks() -> int | None:
     if function is None:
         return None
     function.restype = _Mallinfo
-    return int(function().large_blocks)
+    return int(function().numbers[4])
 
 
 def resident_growth(call: Callable[[], Any]) -> int | None:

@@ -27,12 +27,9 @@ from attnbench.processes import mapped_files
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
 BLAS_COUNTERS = (
-    "scipy_openblas_get_num_threads64_",
-    "scipy_openblas_get_num_threads",
-    "openblas_get_num_threads64_",
-    "openblas_get_num_threads",
-    "MKL_Get_Max_Threads",
-)
+    "scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads", "openblas_get_num_threads64_",
+    "openblas_get_num_threads", "MKL_Get_Max_Threads",
+)  # fmt: skip
 CPU_FACTS = (
     ("vendor_id", "cpu family", "model", "flags"),
     ("CPU implementer", "CPU architecture", "CPU part", "Features"),
@@ -45,12 +42,10 @@ THREADS = "remove that call and pass --threads, which applies to every implement
 
 def cpu_name() -> str:
     """Return the model name of the processor."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -111,10 +106,8 @@ def versions(*names: str) -> dict[str, str]:
     """Return the versions of the distributions that are installed."""
     installed = {}
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
@@ -181,7 +174,7 @@ class NumpyFramework(Framework):
         return Programs(train, 0, {"forward": forward, "backward": backward})
 
     def wait(self, tree: Any) -> None:
-        del tree
+        """Return at once: a call of NumPy ends when its result is there."""
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(x.copy() for x in tree)
@@ -229,7 +222,6 @@ class NumpyFramework(Framework):
         return Peak(peak, method="tracemalloc (NumPy reports every buffer)")
 
     def held(self, device: str) -> int | None:
-        del device
         return large_blocks()
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from attnbench.spec import Environment, Workload
 
-ACCELERATORS = ("cuda", "rocm", "xpu", "mps")
 BFLOAT16_SINCE = (8, 0)
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 """Compute capabilities on which flash-attention 2 (torch's too) refuses gradients of head_dim in NO_GRADIENTS_OF."""
@@ -107,8 +106,7 @@ def needs_room_for_gradients(workload: Workload, environment: Environment) -> st
 
 
 def find_module(module: str) -> ModuleSpec | None:
-    """Return a module's location without importing its parents (`flash_attn` alone would load torch and CUDA
-    libraries)."""
+    """Return a module's location without importing its parents (`flash_attn` would load torch and CUDA)."""
     top, *children = module.split(".")
     try:
         spec = find_spec(top)

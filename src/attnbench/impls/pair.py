@@ -17,12 +17,12 @@ from typing import Any, Literal, Self
 
 from msgspec.structs import replace
 
-from attnbench import frameworks, registry
+from attnbench import registry
 from attnbench.errors import Unsupported, UsageError
+from attnbench.frameworks import environment_of
 from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.frameworks.torch.plain import once_per_device
 from attnbench.impls.conditions import needs_device
-from attnbench.impls.partial.torch_choice import environment_of
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Workload
 
@@ -57,9 +57,17 @@ class Pairing(Implementation):
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         """Return the implementations that may run a pass, the fastest first."""
 
-    @abstractmethod
     def lse_call(self, part: Implementation, workload: Workload) -> Callable[..., tuple[Any, Any]] | None:
-        """Return `build_lse` of a part as a forward pass in bshd without gradients; None if it returns no LSE."""
+        """Return `build_lse` of a part as a forward pass in bshd; None if it returns no LSE."""
+        call = part.build_lse(workload, {})
+        if call is None or part.layout == "bshd":
+            return call
+
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out, lse = call(*(x.swapaxes(1, 2) for x in (q, k, v)))
+            return out.swapaxes(1, 2), lse
+
+        return forward
 
     def configured(self, config: Config) -> Self:
         unknown = sorted(set(config) - set(self.tunables))
@@ -88,31 +96,22 @@ class Pairing(Implementation):
         """Return pairs of the first few implementations that can run each pass."""
         if not workload.needs_gradients:
             return ()
-        able = [
-            [name for name, reason in self._refusals(role, workload, environment).items() if reason is None]
-            for role in ROLES
-        ]
-        return _pairs(*(names[:CONTENDERS] for names in able))
-
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        assert call is not None
-        return lambda q, k, v: call(q, k, v)[0]
+        refusals = (self._refusals(role, workload, environment) for role in ROLES)
+        return _pairs(*([name for name, reason in of.items() if reason is None][:CONTENDERS] for of in refusals))
 
     def chosen(self, workload: Workload, environment: Environment) -> Partial:
         """Return the two functions; raise Unsupported with the reason of each part that cannot run."""
         hindrance = self._hindrance(workload, environment)
         reasons: list[str] = [] if hindrance is None else [hindrance]
+        asked = replace(workload, pass_="forward")
         for pair in () if hindrance else self.configs_here(workload, environment):
-            names = str(pair["forward"]), str(pair["backward"])
-            first, second = (registry.get(name) for name in names)
-            asked = replace(workload, pass_="forward")
+            first, second = (registry.get(str(pair[role])) for role in ROLES)
             forward = first.passes(asked, {})[0] or self.lse_call(first, asked)
             backward = second.passes(replace(workload, pass_="backward"), {})[1]
             if forward is not None and backward is not None:
                 return forward, backward
             role: Role = "backward" if backward is None else "forward"
-            reasons.append(_refusal_text(role, names[ROLES.index(role)], MISSING[role]))
+            reasons.append(_refusal_text(role, str(pair[role]), MISSING[role]))
         raise Unsupported(f"{self.name} cannot run {workload.title}: {'; '.join(dict.fromkeys(reasons))}.")
 
     def _candidates(self, role: Role, workload: Workload) -> Sequence[str]:
@@ -197,16 +196,12 @@ class TorchPair(Pairing):
     def lse_call(self, part: Implementation, workload: Workload) -> Callable[..., tuple[Array, Array]] | None:
         import torch
 
-        call, swap = part.build_lse(workload, {}), part.layout == "bhsd"
-        if call is None:
-            return None
+        call = super().lse_call(part, workload)
+        return None if call is None else torch.no_grad()(call)
 
-        @torch.no_grad()
-        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = call(*(x.transpose(1, 2) if swap else x for x in (q, k, v)))
-            return out.transpose(1, 2) if swap else out, lse
-
-        return forward
+    def build(self, workload: Workload, config: Config) -> Call:
+        call = self.build_lse(workload, config)
+        return lambda q, k, v: call(q, k, v)[0]
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
         from attnbench.impls.partial.torch_autograd import differentiable, turned
@@ -214,7 +209,7 @@ class TorchPair(Pairing):
         pair = self.configured(config)
 
         def made(device: Any) -> Call:
-            passes = pair.chosen(workload, environment_of(device.type))
+            passes = pair.chosen(workload, environment_of("torch", device.type))
             return differentiable(turned(passes) if self.layout == "bhsd" else passes, self.layout)
 
         calls = once_per_device(made)
@@ -228,15 +223,9 @@ class TorchPair(Pairing):
     def partial(self, workload: Workload, config: Config) -> Partial:
         """Return both passes in bshd without autograd, for graphs of torch.compile."""
         pair = self.configured(config)
-        passes = once_per_device(lambda device: pair.chosen(workload, environment_of(device.type)))
+        passes = once_per_device(lambda device: pair.chosen(workload, environment_of("torch", device.type)))
 
-        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            return passes(q.device)[0](q, k, v)
-
-        def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-            return passes(q.device)[1](q, k, v, out, lse, dout)
-
-        return forward, backward
+        return lambda q, *rest: passes(q.device)[0](q, *rest), lambda q, *rest: passes(q.device)[1](q, *rest)
 
 
 TORCH_PAIR = TorchPair()
@@ -256,17 +245,6 @@ class JaxPair(Pairing):
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         return JAX_FORWARDS if role == "forward" else JAX_BACKWARDS
 
-    def lse_call(self, part: Implementation, workload: Workload) -> Callable[..., tuple[Array, Array]] | None:
-        call = part.build_lse(workload, {})
-        if call is None or part.layout == "bshd":
-            return call
-
-        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = call(*(x.swapaxes(1, 2) for x in (q, k, v)))
-            return out.swapaxes(1, 2), lse
-
-        return forward
-
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)
 
@@ -283,14 +261,8 @@ class JaxPair(Pairing):
         from attnbench.impls.partial.jax_passes import differentiable
 
         pair = self.configured(config)
-        calls = lru_cache(lambda device: differentiable(pair.chosen(workload, jax_environment_of(device)), with_lse))
+        calls = lru_cache(lambda device: differentiable(pair.chosen(workload, environment_of("jax", device)), with_lse))
         return lambda q, k, v: calls(kind_of_device(q))(q, k, v)
-
-
-@lru_cache(maxsize=8)
-def jax_environment_of(device: str) -> Environment:
-    """Return facts about a device, cached."""
-    return frameworks.get("jax").environment(device)
 
 
 JAX_PAIR = JaxPair()

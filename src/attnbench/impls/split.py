@@ -30,8 +30,7 @@ from attnbench.masks.cuts import MaskPiece, pieces
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 MOST = 8
-"""Largest number of pieces of a mask. Each is a launch of its own, and in the backward pass an addition to dK and
-dV."""
+"""Largest number of pieces of a mask: each is a launch, and in the backward pass an addition to dK and dV."""
 TOKENS, LSE_TOKENS = 1, 2
 """Axes of tokens in bshd, and in an LSE."""
 
@@ -62,8 +61,7 @@ class Split(Implementation):
         return self.inner.available(environment)
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        """Return None if the mask has at most MOST pieces, the kernel takes each without an array, and the whole mask
-        needs one."""
+        """Return None if the mask needs an array, and has at most MOST pieces that the kernel takes without one."""
         cut = pieces(workload.visible_mask, workload.mask_shape, MOST)
         if isinstance(cut, str):
             return cut
@@ -82,26 +80,21 @@ class Split(Implementation):
 
     def build(self, workload: Workload, config: Config) -> Call:
         """Return a call that joins the outputs of the pieces."""
-        cut = cut_of(workload)
-        calls = [self.inner.build(part_of(workload, piece), config) for piece in cut]
+        parts = [(self.inner.build(part_of(workload, piece), config), piece) for piece in cut_of(workload)]
         tokens = self.layout.index("s")
-
-        def call(q: Array, k: Array, v: Array) -> Array:
-            return self.join([run(*sliced(q, k, v, piece, tokens)) for run, piece in zip(calls, cut)], tokens)
-
-        return call
+        return lambda q, k, v: self.join([run(*sliced(q, k, v, piece, tokens)) for run, piece in parts], tokens)
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         """Return a call that joins outputs and LSE of the pieces; None if the kernel has no LSE for a piece."""
         cut = cut_of(workload)
-        builds = (self.inner.build_lse(part_of(workload, piece), config) for piece in cut)
-        calls = [call for call in builds if call is not None]
-        if len(calls) < len(cut):
+        builds = ((self.inner.build_lse(part_of(workload, piece), config), piece) for piece in cut)
+        parts = [(run, piece) for run, piece in builds if run is not None]
+        if len(parts) < len(cut):
             return None
         tokens = self.layout.index("s")
 
         def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = zip(*(run(*sliced(q, k, v, piece, tokens)) for run, piece in zip(calls, cut)))
+            out, lse = zip(*(run(*sliced(q, k, v, piece, tokens)) for run, piece in parts))
             return self.join(out, tokens), self.join(lse, LSE_TOKENS)
 
         return call
@@ -220,25 +213,25 @@ def split_passes(inner: Implementation, workload: Workload, cut: Sequence[MaskPi
 
     The backward pass keeps q, k, v, output and LSE of the whole, not copies for every piece.
     """
-    offered = [inner.passes(part_of(workload, piece), {}) for piece in cut]
-    pairs = [(forward, backward) for forward, backward in offered if forward is not None and backward is not None]
-    if len(pairs) < len(cut):
+    offered = ((*inner.passes(part_of(workload, piece), {}), piece) for piece in cut)
+    parts = [(run, back, piece) for run, back, piece in offered if run is not None and back is not None]
+    if len(parts) < len(cut):
         return None
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         import jax.numpy as jnp
 
-        out, lse = zip(*(run(*sliced(q, k, v, piece, TOKENS)) for (run, _), piece in zip(pairs, cut)))
+        out, lse = zip(*(run(*sliced(q, k, v, piece, TOKENS)) for run, _, piece in parts))
         return jnp.concatenate(out, TOKENS), jnp.concatenate(lse, LSE_TOKENS)
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
         dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-        for (_, run), piece in zip(pairs, cut):
+        for _, back, piece in parts:
             rows, keys = slice(piece.start, piece.stop), slice(piece.first, piece.last)
             qkv = sliced(q, k, v, piece, TOKENS)
-            dq, more_dk, more_dv = run(*qkv, out[:, rows], lse[..., rows], dout[:, rows])
+            dq, more_dk, more_dv = back(*qkv, out[:, rows], lse[..., rows], dout[:, rows])
             dqs.append(dq)
             dk, dv = dk.at[:, keys].add(more_dk), dv.at[:, keys].add(more_dv)
         return jnp.concatenate(dqs, TOKENS), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -50,17 +50,12 @@ class Flush:
         self._buffer.block_until_ready()
 
 
-def _flush_then_wait(flush: Flush) -> None:
-    flush()
-    flush.wait()
-
-
 @cache
 def cupti_problem(device: Any) -> str | None:
     """Return why CUPTI does not see the kernels of this process, or None; it is tried once and the answer kept."""
     flush = Flush(device)
     try:
-        activities = record(lambda: _flush_then_wait(flush))
+        activities = record(lambda: (flush(), flush.wait()))
     except CuptiFailed as error:
         return str(error)
     return None if activities else "CUPTI saw no kernel of a program that has one; is another profiler attached?"
@@ -75,7 +70,7 @@ class JaxKernelClock(Clock):
     def __init__(self, framework: Framework, device: Any) -> None:
         self._framework = framework
         self._flush = Flush(device)
-        self._flush_names = frozenset(work.name for work in record(lambda: _flush_then_wait(self._flush)))
+        self._flush_names = frozenset(work.name for work in record(lambda: (self._flush(), self._flush.wait())))
 
     def sample(
         self, program: Program, inputs: InputSets, count: int, calls: int = 1, watch: Watch = UNWATCHED
@@ -99,8 +94,7 @@ class JaxKernelClock(Clock):
         for call, output in zip(picked, kept):
             watch.look(call % len(prepared), output)
         each = split_calls(seen, self._flush_names, count * calls)
-        ns = [sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)]
-        return Samples(ns)
+        return Samples([sum(each[start : start + calls]) / calls for start in range(0, len(each), calls)])
 
 
 def split_calls(seen: Sequence[DeviceActivity], flush_names: frozenset[str], calls: int) -> list[float]:
@@ -172,28 +166,19 @@ class DeviceActivity(NamedTuple):
 
 def record(body: Callable[[], Any]) -> list[DeviceActivity]:
     """Run the body, which must wait for its own work; return all work of the device meanwhile, ordered by its start."""
-    return _CuptiClient.instance().record(body)
+    return _client().record(body)
 
 
 class _CuptiClient:
     """The one client of CUPTI's activity records in this process."""
 
-    @staticmethod
-    @cache
-    def instance() -> _CuptiClient:
-        return _CuptiClient(_load())
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._cupti = library
+    def __init__(self) -> None:
+        self._cupti = _load()
         self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._work: list[DeviceActivity] = []
         self._problem = ""
-        requested = ctypes.CFUNCTYPE(
-            None,
-            ctypes.POINTER(ctypes.c_void_p),
-            ctypes.POINTER(ctypes.c_size_t),
-            ctypes.POINTER(ctypes.c_size_t),
-        )
+        size = ctypes.POINTER(ctypes.c_size_t)
+        requested = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), size, size)
         completed = ctypes.CFUNCTYPE(
             None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
         )
@@ -232,7 +217,6 @@ class _CuptiClient:
         buffer[0], size[0], most_records[0] = address, BUFFER_BYTES, 0
 
     def _take_buffer(self, context: int | None, stream: int, buffer: int, size: int, used: int) -> None:
-        del size
         try:
             self._work += self._records(buffer, used)
             dropped = ctypes.c_size_t(0)
@@ -268,6 +252,9 @@ class _CuptiClient:
                 continue
             start, end = (ctypes.c_uint64.from_address(at.value + offset).value for offset in (START_AT, END_AT))
             yield DeviceActivity(name, start, end)
+
+
+_client = cache(_CuptiClient)
 
 
 def _load() -> ctypes.CDLL:

@@ -20,17 +20,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.errors import UsageError
-from attnbench.frameworks.base import (
-    Clock,
-    Framework,
-    Inputs,
-    Peak,
-    Program,
-    Programs,
-    Setting,
-    WallClock,
-    Watched,
-)
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, Watched
 from attnbench.frameworks.jax.clocks import JaxKernelClock, cupti_problem, kernel_names
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.spec import Array, Call, Environment, Layout, Pass
@@ -262,8 +252,7 @@ class JaxFramework(Framework):
         return isinstance(error, jax.errors.JaxRuntimeError) and exhausted
 
     def exact(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function under x64 and without TF32, so that float64 stays float64 and float32 is not rounded
-        further."""
+        """Compile a function under x64 and without TF32, so that neither float64 nor float32 is rounded further."""
         jax = import_jax()
         compiled = jax.jit(function, compiler_options=QUICKLY_COMPILED)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnbench.masks import Blocks, Dense, Full, Mask, MaskShape
+from attnbench.masks import Blocks, Dense, Mask, MaskShape
 from attnbench.masks.large_bias import shifted
 from attnbench.spec import Array, Call, Workload
 
@@ -89,8 +89,7 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
 
 
 def row_tops(workload: Workload) -> np.ndarray | None:
-    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing is
-    lacking."""
+    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing."""
     shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
     return None if shift is None else shift.top
 
@@ -137,31 +136,27 @@ def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> A
 
 
 def plain_call(workload: Workload, with_lse: bool = False) -> Call:
-    """Return a grouped einsum in layout bshd; logits and softmax float32 (float64 for float64), weights in the
-    dtype."""
+    """Return a grouped einsum in bshd; logits and softmax are float32 (float64 for float64), weights in the dtype."""
     rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
 
     def call(q: Array, k: Array, v: Array) -> Any:
-        import jax
-        import jax.numpy as jnp
-
-        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        logits = _masked_logits(workload, q, k, precision)
-        probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
-        out = zero_blind_rows(out.reshape(*q.shape[:3], v.shape[-1]), rows)
-        if not with_lse:
-            return out
-        return out, _lse(logits, rows, tops)
+        logits = _masked_logits(workload, q, k)
+        out = zero_blind_rows(_weighted_values(logits, v), rows)
+        return (out, _lse(logits, rows, tops)) if with_lse else out
 
     return call
 
 
+def product_precision(dtype: Any) -> Any:
+    """Return the precision of products of a dtype: float32 is not rounded to TF32."""
+    from jax.lax import Precision
+
+    return Precision.HIGHEST if dtype == np.float32 else None
+
+
 def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
     """Return only the LSE, differentiable; `rows` are the rows that see a key."""
-    import jax
-
-    return _lse(_masked_logits(workload, q, k, jax.lax.Precision.HIGHEST), rows, row_tops(workload))
+    return _lse(_masked_logits(workload, q, k), rows, row_tops(workload))
 
 
 def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
@@ -172,24 +167,44 @@ def _lse(logits: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Arr
     return whole_lse(jax.nn.logsumexp(logits, axis=-1).reshape(b, kv_heads * group, q_len), rows, tops)
 
 
-def _masked_logits(workload: Workload, q: Array, k: Array, precision: Any) -> Array:
-    """Return logits [b, kv_heads, group, q, kv], finite and very low if hidden."""
+def _weighted_values(logits: Array, v: Array) -> Array:
+    """Return the output [b, q, h, d] of logits [b, kv_heads, group, q, kv]; weights are rounded to the dtype of v."""
+    import jax
     import jax.numpy as jnp
 
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(*q.shape[:2], workload.kv_heads, workload.group, q.shape[-1])
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
-    logits = logits * jnp.asarray(workload.softmax_scale, dtype)
-    if workload.softcap is not None:
-        logits = workload.softcap * jnp.tanh(logits / workload.softcap)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=product_precision(v.dtype))
+    return out.reshape(*out.shape[:2], -1, v.shape[-1])
+
+
+def _masked_logits(workload: Workload, q: Array, k: Array) -> Array:
+    """Return logits [b, kv_heads, group, q, kv], finite and very low if hidden."""
+    logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
     mask, shape = workload.visible_mask, workload.mask_shape
     if mask.kinds == ("full",):
         return logits
-    weight = log_weight(mask, shape, dtype)
+    return _hidden(logits, workload, visible(mask, shape), log_weight(mask, shape, logits.dtype))
+
+
+def capped_logits(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
+    """Return scaled and capped logits [b, kv_heads, group, q, kv] of q and k in bshd, without a mask."""
+    import jax.numpy as jnp
+
+    dtype, precision = jnp.promote_types(q.dtype, jnp.float32), product_precision(q.dtype)
+    grouped = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
+    logits = logits * jnp.asarray(scale, dtype)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _hidden(logits: Array, workload: Workload, seen: Array, weight: Array | None) -> Array:
+    """Return the logits with weights added, and very low where a pair is not seen."""
+    import jax.numpy as jnp
+
     if weight is not None:
-        logits = logits + grouped_heads(weight, workload)
+        logits = logits + grouped_heads(weight.astype(logits.dtype), workload)
     # Finite, so that a row without any visible key has gradients of 0 and not NaN.
-    return jnp.where(grouped_heads(visible(mask, shape), workload), logits, -0.7 * float(jnp.finfo(dtype).max))
+    return jnp.where(grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
 
 
 def grouped_heads(array: Array, workload: Workload) -> Array:
@@ -204,18 +219,8 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
     The workload's own mask is not looked at. A row that sees no key has equal logits, so the caller must clear its
     output.
     """
-    import jax
-    import jax.numpy as jnp
-    from msgspec.structs import replace
-
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    logits = _masked_logits(replace(workload, mask=Full()), q, k, precision)
-    if weight is not None:
-        logits = logits + grouped_heads(weight.astype(logits.dtype), workload)
-    logits = jnp.where(grouped_heads(seen, workload), logits, -0.7 * float(jnp.finfo(logits.dtype).max))
-    probabilities = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", probabilities, v, precision=precision)
-    return out.reshape(*q.shape[:3], v.shape[-1])
+    logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
+    return _weighted_values(_hidden(logits, workload, seen, weight), v)
 
 
 def kind_of_device(array: Array) -> str:

@@ -6,17 +6,16 @@ stream order before anything waits: work left behind on another stream shows as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from attnbench.frameworks.base import UNWATCHED, Clock, Inputs, InputSets, Program, Samples, Watch
 from attnbench.frameworks.torch.programs import ReplayableProgram, is_device_work, raw_events, recorded, synchronize
-
-if TYPE_CHECKING:
-    import torch
 
 UNKNOWN_CACHE_BYTES = 64 << 20
 QUEUED_CALLS = 20
@@ -29,12 +28,9 @@ CYCLES_PER_NS = 2
 
 
 class ColdCache:
-    """Buffer of twice the L2 cache. It holds 16-bit integers, whose fill kernel nothing else in attention uses: see
-    TorchKernelClock."""
+    """Buffer of twice the L2 cache, of 16-bit integers: nothing else fills those (see TorchKernelClock)."""
 
     def __init__(self, device: str) -> None:
-        import torch
-
         properties = torch.get_device_module(device).get_device_properties()
         size = getattr(properties, "L2_cache_size", 0) or UNKNOWN_CACHE_BYTES
         self._buffer = torch.empty(size, dtype=torch.int16, device=device)
@@ -55,18 +51,16 @@ class _DeviceClock(Clock):
         self._snapshot = snapshot
 
     def _event(self) -> torch.Event:
-        import torch
-
         return torch.get_device_module(self._device).Event(enable_timing=True)
 
     def _timed(
         self,
         calls: Sequence[Callable[[], tuple[Any, ...]]],
         prepare: Callable[[int], None],
+        picked: Collection[int],
         look: Callable[[int, tuple[Any, ...]], None],
     ) -> list[float]:
-        """Return nanoseconds of each call between events, a few enqueued at a time; `look` follows the second event of
-        each."""
+        """Return nanoseconds of each call between two events, a few enqueued at a time; `look` follows the second."""
         pairs: list[tuple[Any, Any]] = []
         ns: list[float] = []
         for index, call in enumerate(calls):
@@ -76,7 +70,8 @@ class _DeviceClock(Clock):
             output = call()
             stop.record()
             pairs.append((start, stop))
-            look(index, output)
+            if index in picked:
+                look(index, output)
             if index == len(calls) - 1 or len(pairs) == QUEUED_CALLS:
                 synchronize(self._device)
                 ns += [begin.elapsed_time(end) * 1e6 for begin, end in pairs]
@@ -104,17 +99,10 @@ class EventClock(_DeviceClock):
             cold.flush()
             hold()
 
-        picked = watch.picks(count, calls)
-
-        def look(index: int, output: tuple[Any, ...]) -> None:
-            if index in picked:
-                watch.look(index, output)
-
-        return Samples(_means(self._timed([lambda: program.run(state)] * (count * calls), prepare, look), calls))
+        each = [lambda: program.run(state)] * (count * calls)
+        return Samples(_means(self._timed(each, prepare, watch.picks(count, calls), watch.look), calls))
 
     def _hold(self, program: Program, inputs: Inputs) -> Callable[[], None]:
-        import torch
-
         state = program.prepare(inputs)
         synchronize(self._device)
         start = perf_counter_ns()
@@ -158,8 +146,7 @@ def _fence_names(device: str) -> frozenset[str]:
         cold.flush()
         cold.mark()
         synchronize(device)
-    names = frozenset(event.name() for event in raw_events(profiler) if is_device_work(event))
-    if not names:
+    if not (names := frozenset(event.name() for event in raw_events(profiler) if is_device_work(event))):
         raise RuntimeError("the kernel clock sees no kernels: the profiler has no CUPTI here; use the events clock.")
     return names
 
@@ -194,18 +181,15 @@ class GraphClock(_DeviceClock):
     ) -> Samples:
         cold = ColdCache(self._device)
         replays = [self._capture(program, inputs[which]) for which in range(min(GRAPHS, len(inputs), count * calls))]
-        picked = watch.picks(count, calls)
 
         def look(index: int, output: tuple[Any, ...]) -> None:
-            if index in picked:  # a copy, because each replay overwrites the result of the last one
-                watch.look(index % len(replays), self._snapshot(output))
+            # A copy, because each replay overwrites the result of the last one.
+            watch.look(index % len(replays), self._snapshot(output))
 
         each = [replays[index % len(replays)] for index in range(count * calls)]
-        return Samples(_means(self._timed(each, lambda index: cold.flush(), look), calls))
+        return Samples(_means(self._timed(each, lambda _: cold.flush(), watch.picks(count, calls), look), calls))
 
     def _capture(self, program: Program, inputs: Inputs) -> Callable[[], tuple[Any, ...]]:
-        import torch
-
         run = program.rerun if isinstance(program, ReplayableProgram) and program.rerun else program.run
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from attnbench.errors import UnknownName, UsageError
-from attnbench.frameworks.base import (
-    Clock,
-    Framework,
-    Inputs,
-    Peak,
-    Program,
-    Programs,
-    Setting,
-    WallClock,
-    Watched,
-)
+from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, Watched
 from attnbench.frameworks.host_memory import large_blocks
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.frameworks.torch.clocks import CLOCKS
@@ -59,15 +50,11 @@ class TorchFramework(Framework):
     overwrites = True
 
     def devices(self) -> tuple[str, ...]:
-        import torch
-
         gpu = "rocm" if torch.version.hip else "cuda"
         found = ((gpu, torch.cuda), ("xpu", torch.xpu), ("mps", torch.mps))
         return (*(kind for kind, module in found if module.is_available()), "cpu")
 
     def environment(self, device: str) -> Environment:
-        import torch
-
         facts = cpu_facts()
         facts["device_name"] = facts["cpu"]
         if device != "cpu":
@@ -95,19 +82,13 @@ class TorchFramework(Framework):
         return TorchNamespace(_torch_device(device), exact=device != "mps")
 
     def array(self, values: np.ndarray, dtype: str, device: str) -> Array:
-        import torch
-
         return torch.from_numpy(np.array(values, order="C")).to(getattr(torch, dtype)).to(_torch_device(device))
 
     def numpy(self, array: Array) -> np.ndarray:
-        import torch
-
         array = array.detach()
         return (array.float() if array.dtype in (torch.bfloat16, torch.float16) else array).cpu().numpy()
 
     def dtype(self, name: str) -> Any:
-        import torch
-
         return getattr(torch, name)
 
     def cast(self, array: Array, dtype: str) -> Array:
@@ -120,12 +101,10 @@ class TorchFramework(Framework):
         return array if source == target else array.transpose(1, 2).contiguous()
 
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
-        _full_precision()
+        torch.set_float32_matmul_precision("highest")  # without TF32; for measuring only, never in production
         return make_programs(call, pass_, example)
 
     def wait(self, tree: Any) -> None:
-        import torch
-
         while isinstance(tree, (tuple, list)) and tree:
             tree = tree[0]
         if isinstance(tree, torch.Tensor):
@@ -134,23 +113,17 @@ class TorchFramework(Framework):
             torch.accelerator.synchronize()
 
     def snapshot(self, tree: tuple[Array, ...]) -> tuple[Array, ...]:
-        import torch
-
         refuse_modes()
         return tuple(array.detach().clone(memory_format=torch.contiguous_format) for array in tree)
 
     def checksum(self, array: Array) -> bytes:
         """Return a digest of sums of the bits along each of the last two axes, so that little comes to the host."""
-        import torch
-
         bits = _bits(array.detach())
         bits = bits.reshape(-1, *bits.shape[-2:]) if bits.ndim > 1 else bits.reshape(1, 1, -1)
         sums = [bits.sum(axis, dtype=torch.int64).cpu().numpy() for axis in (-1, -2)]
         return hashlib.blake2b(b"".join(one.tobytes() for one in sums)).digest()
 
     def same_bits(self, a: Array, b: Array) -> bool:
-        import torch
-
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         return torch.equal(*(_bits(array.detach().contiguous()) for array in (a, b)))
@@ -159,8 +132,6 @@ class TorchFramework(Framework):
         return bool(array.detach().isfinite().all())
 
     def put(self, array: Array, index: tuple[Any, ...], value: float) -> Array:
-        import torch
-
         copy = array.detach().clone()
         copy[tuple(torch.from_numpy(i).to(copy.device) if isinstance(i, np.ndarray) else i for i in index)] = value
         return copy
@@ -170,8 +141,6 @@ class TorchFramework(Framework):
         array.data.copy_(values)
 
     def multiply(self, array: Array, factors: np.ndarray) -> Array:
-        import torch
-
         return array.detach() * torch.from_numpy(np.array(factors)).to(array)
 
     def clocks(self, device: str) -> tuple[str, ...]:
@@ -190,8 +159,6 @@ class TorchFramework(Framework):
         return accelerator_peak(program, inputs, _torch_device(device))
 
     def held(self, device: str) -> int | None:
-        import torch
-
         if device == "cpu":
             return large_blocks()
         module = torch.get_device_module(_torch_device(device))
@@ -204,36 +171,26 @@ class TorchFramework(Framework):
         return write_trace(program, inputs, path, _torch_device(device))
 
     def matmul(self, size: int, dtype: str, device: str) -> Program:
-        import torch
-
-        _full_precision()
+        torch.set_float32_matmul_precision("highest")
         a, b = (torch.randn(size, size, device=_torch_device(device)).to(getattr(torch, dtype)) for _ in range(2))
         return Program(run=lambda _: (a @ b, a, b), prepare=lambda _: None)
 
     def copy(self, size_bytes: int, device: str) -> Program:
-        import torch
-
         source = torch.rand(max(1, size_bytes // 4), device=_torch_device(device))
         target = torch.empty_like(source)
         return Program(run=lambda _: (target.copy_(source), source), prepare=lambda _: None)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        import torch
-
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
     def reset(self) -> None:
-        import torch
-
         if "torch._dynamo" in sys.modules:  # importing it takes seconds, and who has not compiled has nothing to reset
             torch._dynamo.reset()
         self.trim()
 
     def trim(self) -> None:
-        import torch
-
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -241,8 +198,6 @@ class TorchFramework(Framework):
 
 def _bits(array: Array) -> Array:
     """View an array as whole numbers of the same width."""
-    import torch
-
     return array.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.dtype.itemsize])
 
 
@@ -252,13 +207,6 @@ def _torch_device(device: str) -> str:
     if device not in known:
         raise UsageError(f'torch has no device "{device}": use one of {", ".join(known)}.')
     return known[device]
-
-
-def _full_precision() -> None:
-    """Set float32 products to full precision, without TF32; for measuring only, never on the production path."""
-    import torch
-
-    torch.set_float32_matmul_precision("highest")
 
 
 FRAMEWORK = TorchFramework()

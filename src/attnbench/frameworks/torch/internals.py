@@ -46,11 +46,9 @@ def settings() -> Mapping[str, Setting]:
         "torch's reduced-precision sums": lambda: cuda.matmul.allow_bf16_reduced_precision_reduction,
     }
     refused: dict[str, Callable[[], Any]] = {
-        "torch's active function modes": lambda: tuple(map(_name, _function_modes())),
-        "torch's active dispatch modes": lambda: tuple(map(_name, _dispatch_modes())),
-        "torch's autocast": lambda: tuple(
-            device for device in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(device)
-        ),
+        "torch's active function modes": lambda: tuple(_function_modes()),
+        "torch's active dispatch modes": lambda: tuple(_dispatch_modes()),
+        "torch's autocast": lambda: tuple(filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))),
     }
     values = {name: Setting(_read(read)) for name, read in recorded.items()}
     values |= {name: Setting(_read(read), refused=True) for name, read in refused.items()}
@@ -58,20 +56,17 @@ def settings() -> Mapping[str, Setting]:
     values["torch's threads between operators"] = Setting(torch.get_num_interop_threads(), refused=True)
     # A call that leaves it lower makes the reference of the checks less exact.
     precision = Setting(torch.get_float32_matmul_precision(), refused=True, set_again=True)
-    values["torch's float32 matmul precision"] = precision
-    return values
+    return values | {"torch's float32 matmul precision": precision}
 
 
 def functions() -> Sequence[tuple[str, Any, Watched]]:
-    """Return torch's modules and classes to watch; changes of its functional ones, which nothing here calls, are only
-    recorded."""
+    """Return torch's modules and classes to watch; changes of torch.nn.functional, unused here, are only recorded."""
     import torch
 
     library = Watched(harness=False)
     compiled = Watched(kinds=(BuiltinFunctionType,), harness=False)
-    method = type(torch.Tensor.detach)
-    tensor = Watched(kinds=(*library.kinds, method, property), harness=False)
-    watched: list[tuple[str, Any, Watched]] = [
+    tensor = Watched(kinds=(*library.kinds, type(torch.Tensor.detach), property), harness=False)
+    return [
         ("torch", torch, compiled),
         ("torch.Tensor", torch.Tensor, tensor),
         ("torch.nn.functional", torch.nn.functional, Watched(refused=False, harness=False)),
@@ -81,7 +76,6 @@ def functions() -> Sequence[tuple[str, Any, Watched]]:
         ("torch.cuda.Event", torch.cuda.Event, tensor),
         ("torch.accelerator", torch.accelerator, library),
     ]
-    return watched
 
 
 def refuse_modes() -> None:
@@ -90,10 +84,8 @@ def refuse_modes() -> None:
 
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
-    modes = _function_modes() + _dispatch_modes()
-    if modes:
-        names = ", ".join(map(_name, modes))
-        raise RuntimeError(f"the call left a mode of torch active ({names}): its time cannot be trusted")
+    if modes := _function_modes() + _dispatch_modes():
+        raise RuntimeError(f"the call left a mode of torch active ({', '.join(modes)}): its time cannot be trusted")
 
 
 def outside_modes() -> AbstractContextManager[object]:
@@ -109,22 +101,18 @@ def outside_modes() -> AbstractContextManager[object]:
     return nullcontext() if plain else modes._disable_current_modes()
 
 
-def _function_modes() -> list[Any]:
+def _function_modes() -> list[str]:
     """List the active function modes, without that of torch.set_default_device: it only says where arrays are made."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
-    return [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    return [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
 
 
-def _dispatch_modes() -> list[Any]:
+def _dispatch_modes() -> list[str]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return list(_get_current_dispatch_mode_stack())
-
-
-def _name(mode: Any) -> str:
-    return type(mode).__name__
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -239,8 +227,7 @@ def finish(device: torch.device) -> None:
 
 
 def tensors_of(made: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a tensor, in tuples of them, or in FlexAttention's table of blocks; not torch's causal
-    biases."""
+    """Yield the tensors in a tensor, tuples, or FlexAttention's table of blocks; none of torch's causal biases."""
     import torch
 
     parts = made.as_tuple() if hasattr(made, "as_tuple") else made

@@ -7,7 +7,7 @@ are made on the device from the mask's own predicate, once per device, and passe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -59,8 +59,7 @@ class MaskTensors(NamedTuple):
     dead: torch.Tensor | None
     """Rows that see no key, [b or 1, h or 1, q, 1]; None when every row sees one."""
     top: torch.Tensor | None = None
-    """Log-weight to add to the LSE of whole rows, which `weight` lacks, [b or 1, h or 1, q]; None if it lacks
-    nothing."""
+    """Log-weight that the LSE of whole rows needs and `weight` lacks, [b or 1, h or 1, q]; None if it lacks nothing."""
 
 
 def mask_tensors(workload: Workload, device: torch.device) -> MaskTensors:
@@ -158,13 +157,18 @@ def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | No
 
     lse = logits.logsumexp(-1)
     lse = lse if mask.top is None else lse + mask.top
-    return (lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))).to(
-        dtype or torch.float32
-    )
+    lse = lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))
+    return lse.to(dtype or torch.float32)
 
 
-def plain_call(workload: Workload) -> Call:
+def plain_call(workload: Workload, with_lse: bool = False) -> Call:
     """Return the plain implementation of a workload, layout bshd, differentiable."""
     masks = once_per_device(lambda device: mask_tensors(workload, device))
     scale, softcap = workload.softmax_scale, workload.softcap
-    return lambda q, k, v: attend(q, k, v, masks(q.device), scale, softcap)[0]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        mask = masks(q.device)
+        out, logits = attend(q, k, v, mask, scale, softcap)
+        return (out, log_sum_exp(logits, mask)) if with_lse else out
+
+    return call

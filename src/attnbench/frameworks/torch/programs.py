@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile, record_function
 
 from attnbench.frameworks.base import Inputs, Peak, Program, Programs, unseen
 from attnbench.spec import Array, Call, Pass
-
-if TYPE_CHECKING:
-    from torch.autograd.profiler import profile
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,17 @@ class ReplayableProgram(Program):
 
 def owned(value: Any) -> bool:
     """Return whether a value is a plain, concrete tensor: no subclass (fake, lazy, functional), no meta device."""
-    import torch
-
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type != "meta"
 
 
 def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
     """Return the programs of a pass; `compile_ns` is the time of the first calls if the call compiles, else 0."""
-    import torch
 
     def output(q: Array, k: Array, v: Array) -> Array:
         out = call(q, k, v)
         if not owned(out):
             raise TypeError(_not_owned(out))
         return out
-
-    def without_graph(inputs: Inputs) -> tuple[Array, ...]:
-        with torch.no_grad():
-            return (output(inputs.q, inputs.k, inputs.v),)
 
     def train(state: tuple[tuple[Array, ...], Array]) -> tuple[Array, ...]:
         leaves, dout = state
@@ -62,7 +55,7 @@ def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
         rerun=lambda state: _gradients(*state, keep=True),
     )
     if pass_ == "forward":
-        main, parts = Program(run=without_graph), {}
+        main, parts = Program(run=torch.no_grad()(lambda inputs: (output(*inputs[:3]),))), {}
     elif pass_ == "backward":
         main, parts = backward, {}
     else:
@@ -78,8 +71,6 @@ def make_programs(call: Call, pass_: Pass, example: Inputs) -> Programs:
 
 
 def _not_owned(out: Any) -> str:
-    import torch
-
     if not isinstance(out, torch.Tensor):
         return f"the call returned {type(out).__name__}, not a torch.Tensor: return only the output."
     if out.device.type == "meta":
@@ -93,8 +84,6 @@ def _leaves(inputs: Inputs) -> tuple[Array, Array, Array]:
 
 
 def _gradients(out: Array, leaves: tuple[Array, ...], dout: Array, keep: bool = False) -> tuple[Array, ...]:
-    import torch
-
     return torch.autograd.grad(out, leaves, dout, retain_graph=keep)
 
 
@@ -117,8 +106,6 @@ SDPA = re.compile(r"^aten::_(scaled_dot_product|flash_attention|efficient_attent
 
 def synchronize(device: str) -> None:
     """Wait for everything queued on the device; return at once for a CPU."""
-    import torch
-
     if device != "cpu":
         torch.get_device_module(device).synchronize()
 
@@ -130,8 +117,6 @@ def recorded(device: str, host: bool = True, **options: Any) -> Iterator[profile
     `torch.profiler.profile` wraps the same recorder and imports torch.compile first, which takes each process over a
     second.
     """
-    from torch.autograd.profiler import profile
-
     profiler = profile(use_kineto=True, use_cpu=host, use_device=None if device == "cpu" else device, **options)
     with profiler:
         yield profiler
@@ -199,8 +184,6 @@ def cpu_peak(program: Program, inputs: Inputs) -> Peak:
 
     Preparation is profiled too, so that its frees are seen.
     """
-    from torch.profiler import record_function
-
     program.run(program.prepare(inputs))
     with recorded("cpu", profile_memory=True) as profiler:
         state = program.prepare(inputs)
@@ -235,8 +218,6 @@ def _new_bytes(output: Any, inputs: Any) -> int:
 
 def _tensors(tree: Any) -> Iterator[Any]:
     """Yield the plain tensors in containers and modules."""
-    import torch
-
     if isinstance(tree, torch.nn.Module):
         yield from (*tree.parameters(), *tree.buffers())
     elif isinstance(tree, (tuple, list, dict)):
@@ -248,8 +229,6 @@ def _tensors(tree: Any) -> Iterator[Any]:
 
 def accelerator_peak(program: Program, inputs: Inputs, device: str) -> Peak:
     """Return the caching allocator's own high-water marks around `run`."""
-    import torch
-
     module = torch.get_device_module(device)
     if not hasattr(module, "max_memory_allocated"):
         return Peak(None, f"torch keeps no peak statistics on {device}")

@@ -14,18 +14,14 @@ from typing import Any
 import numpy as np
 
 from attnbench.frameworks.jax.plain import log_weight, rows_that_see, visible
-from attnbench.masks import Causal, Documents, Full, Lengths, Mask, MaskShape, Window
+from attnbench.masks import Causal, Documents, Full, Lengths, Mask, Window
+from attnbench.masks.base import query_offset
 from attnbench.masks.combine import both
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Workload
 
 FINITE_MASK = "hides keys of a mask array by adding -45,850, and logits of float16 may differ by more"
 """Refusal of what passes mask arrays to JAX's cuDNN in float16: beside logits of -30,000 hidden keys get weight."""
-
-
-def starts_together(part: Causal | Window, shape: MaskShape) -> bool:
-    """Return whether query 0 is aligned with key 0: the only alignment of `is_causal` and `local_window_size`."""
-    return part.align == "top-left" or shape.q_len == shape.kv_len
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,7 @@ class MaskArguments:
         return not self.needs_array and self.window is None and self.kv_lengths is None
 
     def keywords(self, workload: Workload, full_pairs: bool = False) -> dict[str, Any]:
-        """Return the keyword arguments; call inside the traced function. `full_pairs` broadcasts arrays to all batch
-        rows and heads."""
+        """Return keyword arguments inside a traced function; `full_pairs` broadcasts arrays to all rows and heads."""
         import jax.numpy as jnp
 
         words: dict[str, Any] = {}
@@ -80,8 +75,9 @@ class MaskArguments:
 def mask_arguments(workload: Workload) -> MaskArguments:
     """Return the mask split into native arguments and a rest.
 
-    A window is native only with right = 0, and then always with is_causal: see jax.cudnn. With a large bias the mask
-    stays whole: the largest bias that a row sees depends on all of the mask.
+    `is_causal` and `local_window_size` align query 0 with key 0. A window is native only with right = 0, and then
+    always with is_causal: see jax.cudnn. With a large bias the mask stays whole: the largest bias that a row sees
+    depends on all of the mask.
     """
     shape = workload.mask_shape
     blind_rows = workload.needs_gradients and rows_that_see(workload.visible_mask, shape) is not None
@@ -90,9 +86,9 @@ def mask_arguments(workload: Workload) -> MaskArguments:
     causal, window, lengths = False, None, None
     rest: Mask = Full()
     for part in workload.visible_mask.split():
-        if isinstance(part, Causal) and starts_together(part, shape):
+        if isinstance(part, Causal) and not query_offset(part.align, shape):
             causal = True
-        elif isinstance(part, Window) and part.right == 0 and window is None and starts_together(part, shape):
+        elif isinstance(part, Window) and part.right == 0 and window is None and not query_offset(part.align, shape):
             left = shape.q_len if part.left is None else part.left
             causal, window = True, (left, 0)
         elif isinstance(part, Lengths) and lengths is None:
@@ -125,7 +121,7 @@ def one_documents_part(workload: Workload) -> str | None:
 def causal_alignment(workload: Workload) -> str | None:
     """Return why a causal or window part does not start at key 0; None if all do."""
     for part in workload.visible_mask.split():
-        if isinstance(part, Causal | Window) and not starts_together(part, workload.mask_shape):
+        if isinstance(part, Causal | Window) and query_offset(part.align, workload.mask_shape):
             return f"aligns {part.kinds[0]} top-left only, not bottom-right of {workload.q_len} x {workload.kv_len}"
     return None
 

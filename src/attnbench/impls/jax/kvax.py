@@ -48,14 +48,13 @@ class Kvax(Implementation):
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         causal = any(isinstance(part, Causal) for part in workload.visible_mask.split())
-        blind_rows = _positions(workload)[0].min() < 0
         dims = ", ".join(map(str, HEAD_DIMS))
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_at_least(environment, (8, 0)),
             conditions.needs_mask(workload, "causal", "documents"),
             None if causal else "is always causal",
-            "cannot compute rows that see no key" if blind_rows else None,
+            "cannot compute rows that see no key" if _positions(workload)[0].min() < 0 else None,
             conditions.needs_dtype(workload, "float16", "bfloat16"),
             conditions.needs_equal_dims(workload),
             conditions.needs_no_softcap(workload),
@@ -67,23 +66,22 @@ class Kvax(Implementation):
 
     def configs(self, workload: Workload) -> Sequence[Config]:
         """Return kvax's blocks for the H100, which also suit newer chips, and smaller ones for wide heads."""
-        wide = {"block_q": 64, "block_kv": 64, "warps": 4, "stages": 3}
-        narrow = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}
-        return (wide, narrow) if workload.head_dim > 128 else (narrow, wide)
+        small = {"block_q": 64, "block_kv": 64, "warps": 4, "stages": 3}
+        return (small, self.tunables) if workload.head_dim > 128 else (self.tunables, small)
 
     def build(self, workload: Workload, config: Config) -> Call:
         """Return a call that includes the mask tables, which kvax computes from positions and segments every time."""
         config = {**self.configs(workload)[0], **config}
         q_positions, kv_positions = _positions(workload)
         documents = own_documents(workload)
-        segments = [
+        q_segments, kv_segments = (
             np.zeros(p.shape, np.int32) if documents is None else documents.astype(np.int32)
             for p in (q_positions, kv_positions)
-        ]
+        )
 
         def call(q: Array, k: Array, v: Array) -> Array:
             return attend(
-                q, k, v, (q_positions, segments[0], kv_positions, segments[1]),
+                q, k, v, (q_positions, q_segments, kv_positions, kv_segments),
                 scale=workload.softmax_scale,
                 config=config,
                 gradients=workload.needs_gradients,
@@ -94,18 +92,10 @@ class Kvax(Implementation):
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    tokens: tuple[Array, Array, Array, Array],
-    *,
-    scale: float,
-    config: Config,
-    gradients: bool,
-    sequential: bool = False,
-) -> Array:
-    """Return kvax's attention. `tokens` are positions and segments of queries, then of keys, [b, tokens] each, traced
-    or not.
+    q: Array, k: Array, v: Array, tokens: tuple[Array, Array, Array, Array], *, scale: float, config: Config,
+    gradients: bool, sequential: bool = False,
+) -> Array:  # fmt: skip
+    """Return kvax's attention; `tokens` are positions and segments of queries, then of keys, [b, tokens] each.
 
     A query sees the keys of its own segment whose position is at most its own; `sequential` promises that positions
     count up.
@@ -124,7 +114,7 @@ def attend(
     if scale == 1:
         q, scale = q * 2, 0.5
     if gradients:
-        q, k, v, words = _in_whole_blocks(q, k, v, words, max(forward.query_block_size, forward.kv_block_size))
+        q, k, v, *words = _in_whole_blocks(max(forward.query_block_size, forward.kv_block_size), q, k, v, *words)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
     with utils.attention_specs(query_specs=AXES, kv_specs=AXES):
         tables = ops.create_attention_mask(
@@ -142,9 +132,7 @@ def attend(
     return out[:, :q_len]
 
 
-def _in_whole_blocks(
-    q: Array, k: Array, v: Array, words: list[Array], block: int
-) -> tuple[Array, Array, Array, list[Array]]:
+def _in_whole_blocks(block: int, q: Array, k: Array, v: Array, *words: Array) -> list[Array]:
     """Return arrays padded to whole blocks: queries that see what the last one sees, keys that belong to no segment."""
     import jax.numpy as jnp
 
@@ -152,15 +140,13 @@ def _in_whole_blocks(
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % block), *[(0, 0)] * (array.ndim - 2)], **how)
 
     *others, kv_segments = words
-    words = [*(longer(x, mode="edge") for x in others), longer(kv_segments, constant_values=-1)]
-    return longer(q), longer(k), longer(v), words
+    edges = (longer(x, mode="edge") for x in others)
+    return [longer(q), longer(k), longer(v), *edges, longer(kv_segments, constant_values=-1)]
 
 
 def _rounded_gradient(array: Array) -> Array:
     """Return the same array, whose gradient is rounded from kvax's float32 to the array's dtype."""
-    import jax.numpy as jnp
-
-    return array.astype(jnp.float32).astype(array.dtype)
+    return array.astype("float32").astype(array.dtype)
 
 
 def _document_ids(workload: Workload) -> str | None:

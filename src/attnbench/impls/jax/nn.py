@@ -68,10 +68,7 @@ class Evened:
         return [jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) if tokens else x for x, tokens in added]
 
     def keywords(self, arguments: MaskArguments, full_pairs: bool) -> dict[str, Any]:
-        """Return the keyword arguments like `MaskArguments.keywords`.
-
-        A window is passed as an array: the added query might see no key of it.
-        """
+        """Return the keyword arguments; a window is passed as an array, as the added query might see no key of it."""
         import jax.numpy as jnp
 
         if arguments.window is not None:
@@ -83,12 +80,6 @@ class Evened:
         elif self.keys and "key_value_seq_lengths" not in words:
             words["key_value_seq_lengths"] = jnp.asarray(np.full(self.workload.batch, self.workload.kv_len), jnp.int32)
         return words
-
-
-def evened(workload: Workload) -> Evened | None:
-    """Return the workload with even lengths; None if both are even already."""
-    odd = workload.q_len % 2, workload.kv_len % 2
-    return Evened(workload, *odd) if any(odd) else None
 
 
 class JaxNn(Implementation):
@@ -103,7 +94,8 @@ class JaxNn(Implementation):
     def _call(self, workload: Workload, with_lse: bool) -> Call:
         rows, tops = rows_that_see(workload.visible_mask, workload.mask_shape), row_tops(workload) if with_lse else None
         arguments = mask_arguments(workload)
-        padded = evened(workload) if self.trains_even_only and workload.needs_gradients else None
+        odd = workload.q_len % 2, workload.kv_len % 2
+        padded = Evened(workload, *odd) if any(odd) and self.trains_even_only and workload.needs_gradients else None
         apart = with_lse and workload.needs_gradients
         fixed = {"implementation": self.backend, "scale": workload.softmax_scale}
 
@@ -149,8 +141,7 @@ class Xla(JaxNn):
         )
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Return a call for float32 only, because the library rounds other LSEs to 16 bits; in training the LSE is
-        computed apart."""
+        """Return a call for float32 only: the library rounds other LSEs. In training the LSE is computed apart."""
         return self._call(workload, with_lse=True) if workload.dtype == "float32" else None
 
 

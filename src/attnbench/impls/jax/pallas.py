@@ -40,14 +40,9 @@ def interpreted(platform: str) -> bool:
 
 
 def interpreter_reason(platform: str) -> str:
-    """Return why the kernel may only be verified here; empty if it compiles.
-
-    The interpreter is exact, so kernels can be verified in it, but never timed. This function imports JAX: call it in
-    workers only.
-    """
-    if not interpreted(platform):
-        return ""
-    return f"Pallas runs this kernel only on {platform}; here it runs in its interpreter"
+    """Return why the kernel may be verified here, but never timed; empty if it compiles. Imports JAX: for workers."""
+    reason = f"Pallas runs this kernel only on {platform}; here it runs in its interpreter"
+    return reason if interpreted(platform) else ""
 
 
 def power_of_two_divisor(length: int, largest: int) -> int:

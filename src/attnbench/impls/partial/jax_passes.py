@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,13 @@ from msgspec.structs import replace
 
 from attnbench import masks
 from attnbench.errors import Unsupported
-from attnbench.frameworks.jax.plain import grouped_heads, in_usual_promotion, visible
+from attnbench.frameworks.jax.plain import (
+    capped_logits,
+    grouped_heads,
+    in_usual_promotion,
+    product_precision,
+    visible,
+)
 from attnbench.impls.jax._libraries import mask_arguments
 from attnbench.masks.cuts import MaskPiece
 from attnbench.spec import Array, Call, Implementation, Partial, Workload
@@ -95,9 +102,7 @@ def _logits(q: Array, k: Array, seen: Array | None, rule: Rule) -> Array:
     """Return logits [b, kv_heads, group, t, s], -inf where hidden."""
     import jax.numpy as jnp
 
-    logits = _einsum("btkgh,bskh->bkgts", _grouped(q, k.shape[2]), k) * rule.scale
-    if rule.softcap is not None:
-        logits = rule.softcap * jnp.tanh(logits / rule.softcap)
+    logits = capped_logits(q, k, rule.scale, rule.softcap)
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
 
 
@@ -107,12 +112,10 @@ def _grouped(x: Array, groups: int) -> Array:
 
 
 def _einsum(formula: str, a: Array, b: Array) -> Any:
-    import jax
     import jax.numpy as jnp
 
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=wide)
+    return jnp.einsum(formula, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
 
 
 CUDNN_RULE = (
@@ -206,10 +209,6 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
 
     forward, backward = pair[0], once_differentiable(pair[1])
 
-    def both(q: Array, k: Array, v: Array) -> Any:
-        out, lse = forward(q, k, v)
-        return (out, lse) if with_lse else out
-
     def kept(q: Array, k: Array, v: Array) -> Any:
         out, lse = forward(q, k, v)
         return ((out, lse) if with_lse else out), (q, k, v, out, lse)
@@ -218,11 +217,10 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
         if not with_lse:
             return backward(*saved, grad)
         dq, dk, dv = backward(*saved, grad[0])
-        q, k, v, out, lse = saved
-        more_dq, more_dk = _through_lse(backward, q, k, v, out, lse, grad[1])
+        more_dq, more_dk = _through_lse(backward, *saved, grad[1])
         return dq + more_dq, dk + more_dk, dv
 
-    call = jax.custom_vjp(both)
+    call = jax.custom_vjp(lambda q, k, v: kept(q, k, v)[0])
     call.defvjp(kept, in_usual_promotion(gradients))
     return call
 
@@ -231,9 +229,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function without a derivative: differentiating raises."""
     import jax
 
-    @jax.custom_jvp
-    def run(*arrays: Array) -> Any:
-        return backward(*arrays)
+    run = jax.custom_jvp(lambda *arrays: backward(*arrays))
 
     @run.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
@@ -251,8 +247,7 @@ def _through_lse(
     -dlse, in two columns."""
     import jax.numpy as jnp
 
-    half = out.dtype == jnp.float16
-    excess = 1.0
+    half, excess = out.dtype == jnp.float16, 1.0
     if half:  # the factor by which the largest value exceeds FLOAT16_SAFE, at least 1
         finite = jnp.where(jnp.isfinite(dlse), jnp.abs(dlse), 0.0)
         excess = jnp.maximum(jnp.max(finite) / FLOAT16_SAFE, 1.0)
@@ -333,38 +328,24 @@ def common_passes(
         forward_all = by_turns(forward_turn, sequences)
     rule = Rule(workload.softmax_scale, workload.softcap)
 
-    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return forward_joined(forward_all, corner, rule, q, k, v)
-
-    def backward(*arrays: Array) -> tuple[Array, Array, Array]:
-        return backward_joined(backward_all, corner, rule, *arrays)
-
-    return forward, backward
+    return partial(forward_joined, forward_all, corner, rule), partial(backward_joined, backward_all, corner, rule)
 
 
 def forward_joined(
     common: Callable[..., tuple[Array, Array]], corner: Corner, rule: Rule, q: Array, k: Array, v: Array
 ) -> tuple[Array, Array]:
     """Return (out, lse) of the whole; `common` computes all queries over the common keys."""
-    first, keys, last = corner.rows, slice(None, corner.keys), corner.last
+    first, keys, own = corner.rows, slice(None, corner.keys), slice(corner.keys, corner.last)
     out, lse = common(q, k[:, keys], v[:, keys])
-    own = slice(corner.keys, last)
     part = block_forward(q[:, first:], k[:, own], v[:, own], corner.seen, rule)
     whole, whole_lse = merge_parts(out[:, first:].astype(part[0].dtype), lse[..., first:], *part)
     return out.at[:, first:].set(whole.astype(out.dtype)), lse.at[..., first:].set(whole_lse)
 
 
 def backward_joined(
-    common: Callable[..., tuple[Array, Array, Array]],
-    corner: Corner,
-    rule: Rule,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array]:
+    common: Callable[..., tuple[Array, Array, Array]], corner: Corner, rule: Rule,
+    q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return (dq, dk, dv) of the whole from its output and LSE; `common` is the backward pass over the common keys."""
     import jax.numpy as jnp
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.internals import without_autocast_for
-from attnbench.spec import Layout, Partial
+from attnbench.spec import Call, Layout, Partial
 
 Function = Callable[..., Any]
 
@@ -55,8 +55,7 @@ def _plain(forward: Function, keep: Callable[..., None], backward: Function) -> 
 
 def _transformed(forward_: Function, keep: Callable[..., None], backward_: Function) -> Any:
     class Transformed(torch.autograd.Function):
-        """Operation for torch.func; a batch of problems is computed one by one, because masks are made for one
-        problem."""
+        """Operation for torch.func; problems of a batch are computed one by one, since masks are made for one."""
 
         forward = staticmethod(forward_)
         setup_context = staticmethod(keep)
@@ -92,7 +91,6 @@ def refuse(ctx: Any, *grads: Any) -> NoReturn:
 _ONCE = Operation(lambda function, *arrays: function(*arrays), lambda ctx, inputs, outputs: None, refuse)
 
 
-Attention = Callable[[Tensor, Tensor, Tensor], tuple[Any, Any]]
 FLOAT16_SAFE = 32768.0
 """Largest gradient of an LSE that is passed to a backward pass in float16 unscaled."""
 Gradients = tuple[Any, Any, Any]
@@ -112,23 +110,15 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return None, None, *once(partial(_gradients, ctx.pair[1], ctx.layout), *ctx.saved_tensors, dout, dlse)
 
 
-def _gradients(
-    backward: Callable[..., Any],
-    layout: Layout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-) -> Gradients:
+def _gradients(backward: Function, layout: Layout, *arrays: Any) -> Gradients:
+    *saved, dout, dlse = arrays
+    out = saved[3]
+
     def of_out(dout: Tensor) -> Any:
         # Kernels expect the strides of the output; autograd may pass any view.
-        strided = dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout)
-        return backward(q, k, v, out, lse, strided)
+        return backward(*saved, dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout))
 
-    return of_both(of_out, lambda dlse: through_lse(backward, layout, q, k, v, out, lse, dlse), dout, dlse)
+    return of_both(of_out, lambda dlse: through_lse(backward, layout, *saved, dlse), dout, dlse)
 
 
 def of_both(
@@ -145,16 +135,9 @@ def of_both(
 
 
 def through_lse(
-    backward: Callable[..., Any],
-    layout: Layout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor,
+    backward: Function, layout: Layout, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor,
     excess: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of the LSE by another backward pass, which gets `dlse / excess` if float16 needs that.
 
     That pass takes p * (<dout, v> - <dout, out>) as the logits' gradient, and p * dlse is wanted: so values are 0, and
@@ -189,16 +172,15 @@ def beyond_float16(dlse: Tensor) -> Tensor:
 _ATTENTION = Operation(_forward, _keep, _backward)
 
 
-def differentiable(pair: Partial, layout: Layout = "bshd") -> Attention:
-    """Return `(q, k, v) -> (out, lse)` with the pair's backward as gradient; the LSE's gradient costs a second backward
-    pass."""
+def differentiable(pair: Partial, layout: Layout = "bshd") -> Call:
+    """Return `(q, k, v) -> (out, lse)` with the pair's gradient; that of the LSE costs a second backward pass."""
     return lambda q, k, v: _ATTENTION(pair, layout, q, k, v)
 
 
 class _Turned:
     """A function of a pair on arrays with tokens and heads swapped, without autograd."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Function) -> None:
         self.function = function
 
     @torch.no_grad()

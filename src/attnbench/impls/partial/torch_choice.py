@@ -6,13 +6,13 @@ implementation that is asked for by name runs as named.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-from attnbench import frameworks, registry
+from attnbench import registry
 from attnbench.errors import Unsupported
+from attnbench.frameworks import environment_of
 from attnbench.impls.torch._sdpa_pins import switched_off
-from attnbench.spec import Environment, Implementation, Partial, Workload
+from attnbench.spec import Implementation, Partial, Workload
 
 
 class Rules(NamedTuple):
@@ -49,12 +49,6 @@ ORDER = ("torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.
 """Implementations in the order of their measured speed on an H200; eager takes everything and stores the scores."""
 
 
-@lru_cache(maxsize=8)
-def environment_of(device: str) -> Environment:
-    """Return facts about a device, cached."""
-    return frameworks.get("torch").environment(device)
-
-
 @registry.cached(4096)
 def choose(kernel: str, workload: Workload, device: str, rules: Rules = NO_RULES) -> tuple[str, Partial]:
     """Return name and (forward, backward) for a part; raise Unsupported if none can compute it.
@@ -63,7 +57,7 @@ def choose(kernel: str, workload: Workload, device: str, rules: Rules = NO_RULES
     """
     reasons = []
     for name in ORDER if kernel == "auto" else (kernel,):
-        implementation, where = registry.get(name), environment_of(device)
+        implementation, where = registry.get(name), environment_of("torch", device)
         reason = implementation.available(where) or implementation.supports(workload, where)
         if kernel == "auto" and reason is None:
             reason = ruled_out(implementation, workload, rules)

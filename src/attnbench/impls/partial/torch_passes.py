@@ -36,13 +36,10 @@ def with_dense_rows(pair: Partial) -> Partial:
     """Return the two functions of a partial form wrapped so that they get dense rows."""
     forward, backward = pair
 
-    def run_forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return forward(dense_rows(q), dense_rows(k), dense_rows(v))
-
     def run_backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
         return backward(dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(out), lse, dense_rows(dout))
 
-    return run_forward, run_backward
+    return lambda q, k, v: forward(dense_rows(q), dense_rows(k), dense_rows(v)), run_backward
 
 
 def positive_scale(scale: float) -> tuple[float, float]:
@@ -52,9 +49,7 @@ def positive_scale(scale: float) -> tuple[float, float]:
     times 0 is NaN, times a negative number +inf. Others subtract the largest product of a row before they multiply,
     which is the smallest logit if the scale is negative. Negating queries rounds nothing and needs no mask array.
     """
-    if scale > 0:
-        return scale, 1.0
-    return (-scale, -1.0) if scale < 0 else (1.0, 0.0)
+    return (scale, 1.0) if scale > 0 else (-scale, -1.0) if scale < 0 else (1.0, 0.0)
 
 
 def call_at_positive_scale(build: Callable[[Workload], Call], workload: Workload) -> Call:

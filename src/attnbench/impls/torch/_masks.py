@@ -182,10 +182,7 @@ def score_mod(workload: Workload, device: torch.device) -> Any:
     return modify
 
 
-Bounds = tuple[int | None, int | None]
-
-
-def bounds(workload: Workload) -> Bounds:
+def bounds(workload: Workload) -> tuple[int | None, int | None]:
     """Return the keys seen to the left and right of a query after alignment; None if there is no bound."""
     mask = workload.visible_mask
     if isinstance(mask, Causal):
@@ -224,11 +221,9 @@ def needs_bottom_right(workload: Workload) -> str | None:
 
 def needs_visible_rows(workload: Workload) -> str | None:
     """Refuse rows that see no key; masks that are not one interval per row are left to `needs_bounds`."""
-    interval = workload.visible_mask.interval(workload.mask_shape)
-    if interval is None:
-        return None
-    low, high = (edge.clip(0, workload.kv_len) for edge in interval)
-    return "does not define rows that see no key, and this mask has such rows" if (high <= low).any() else None
+    single_interval = workload.visible_mask.interval(workload.mask_shape) is not None
+    reason = "does not define rows that see no key, and this mask has such rows"
+    return reason if single_interval and may_have_dead_rows(workload) else None
 
 
 def natural_lse(lse: Array) -> Array:

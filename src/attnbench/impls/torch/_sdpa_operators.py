@@ -48,8 +48,7 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
 
 
 def operator(backend: str, workload: Workload) -> Call | None:
-    """Return a call in bhsd that torch itself differentiates, through the output alone; None if there is no
-    operator."""
+    """Return a call in bhsd that torch itself differentiates, through the output alone; None without an operator."""
     pair = _pair(backend, workload)
     return None if pair is None else pair[0]
 
@@ -137,8 +136,7 @@ def _cpu_flash(workload: Workload) -> Partial:
 
 
 def _forward_op(name: str) -> Callable[..., Any]:
-    """Return torch's quick binding, or the operator itself while Dynamo traces, which cannot trace lengths as
-    tensors."""
+    """Return torch's quick binding; while Dynamo traces, the operator: the binding refuses dynamic sizes."""
     import torch
     from torch.compiler import is_dynamo_compiling
 
@@ -147,8 +145,7 @@ def _forward_op(name: str) -> Callable[..., Any]:
 
 
 def _gpu_flash(workload: Workload) -> Partial | None:
-    """Return the GPU's flash operators, which align a rectangular causal mask bottom-right; None for other masks and
-    sizes."""
+    """Return the GPU's flash operators, which align causal masks bottom-right; None for other masks and sizes."""
     import torch
 
     way, square = route(workload), workload.q_len == workload.kv_len
@@ -186,21 +183,9 @@ def _cudnn(workload: Workload) -> Partial | None:
         return out, lse.view(lse.shape[:3])
 
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
-        sizes = (None, None, q.shape[2], k.shape[2])
-        return backward_op(
-            strided_as_at_first(graph_key(q, k, v), dout),
-            q,
-            k,
-            v,
-            ordered_as(q, out),
-            lse.contiguous().unsqueeze(-1),
-            *random(q.device),
-            None,
-            *sizes,
-            0.0,
-            causal,
-            scale=scale,
-        )
+        sizes, rows = (None, None, q.shape[2], k.shape[2]), lse.contiguous().unsqueeze(-1)
+        out, dout = ordered_as(q, out), strided_as_at_first(graph_key(q, k, v), dout)
+        return backward_op(dout, q, k, v, out, rows, *random(q.device), None, *sizes, 0.0, causal, scale=scale)
 
     return forward, backward
 

@@ -12,8 +12,7 @@ from functools import cache
 from threading import Condition, Lock, local
 
 FLAGS = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
-USERS = FLAGS[:4]
-"""Flags that `torch.backends.cuda.enable_*_sdp` sets."""
+"""Flags of backends; `torch.backends.cuda.enable_*_sdp` sets all but the last."""
 
 
 class _Turn:
@@ -58,13 +57,7 @@ class Pinned:
     __slots__ = ("_flag", "_switches")
 
     def __init__(self, flag: str) -> None:
-        import torch
-
-        self._flag = flag
-        self._switches = [  # those that `sdpa_kernel` itself uses
-            (name, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
-            for name in FLAGS
-        ]
+        self._flag, self._switches = flag, _switches()
 
     def __enter__(self) -> None:
         pins = _HELD.pins
@@ -130,7 +123,16 @@ def switched_off() -> tuple[str, ...]:
 
 
 @cache
-def _readers() -> tuple[tuple[str, Callable[[], bool]], ...]:
+def _readers() -> list[tuple[str, Callable[[], bool]]]:
+    return [(name, get) for name, get, _ in _switches()[:-1]]
+
+
+@cache
+def _switches() -> list[tuple[str, Callable[[], bool], Callable[[bool], None]]]:
+    """Return the name of each flag, and the functions that read and set it, which `sdpa_kernel` itself uses."""
     import torch
 
-    return tuple((name, getattr(torch._C, f"_get_{name}_sdp_enabled")) for name in USERS)
+    return [
+        (name, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
+        for name in FLAGS
+    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnbench.frameworks.torch.plain import attend, log_sum_exp, mask_tensors, once_per_device, plain_call
+from attnbench.frameworks.torch.plain import attend, mask_tensors, once_per_device, plain_call
 from attnbench.impls.partial.torch_passes import plain_partial
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.masks.large_bias import has_large_bias
@@ -32,15 +32,7 @@ class Eager(Implementation):
         return plain_call(workload)
 
     def build_lse(self, workload: Workload, config: Config) -> Call:
-        masks = once_per_device(lambda device: mask_tensors(workload, device))
-        scale, softcap = workload.softmax_scale, workload.softcap
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            mask = masks(q.device)
-            out, logits = attend(q, k, v, mask, scale, softcap)
-            return out, log_sum_exp(logits, mask)
-
-        return call
+        return plain_call(workload, with_lse=True)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return None if has_large_bias(workload.visible_mask) else plain_partial(workload)

@@ -40,8 +40,8 @@ def fa3_module() -> str | None:
     """Return the FA3 interface that is really installed; a file without `flash_attn_func` is the index's stub."""
     for name in ("flash_attn_interface", "fa3_fwd_interface"):
         spec = find_module(name)
-        source = Path(spec.origin) if spec is not None and spec.origin else None
-        if source is not None and source.is_file() and "def flash_attn_func" in source.read_text(errors="replace"):
+        source = Path((spec and spec.origin) or "")
+        if source.is_file() and "def flash_attn_func" in source.read_text(errors="replace"):
             return name
     return None
 
@@ -86,20 +86,9 @@ def _fa3_dims(workload: Workload, off: frozenset[str]) -> str | None:
     return conditions.needs_head_dim(workload, max(sizes, default=0), multiple_of=8)
 
 
-Options = dict[str, Any]
-FA4_CHIPS = (9, 10, 11)
-FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
-
-
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, also of one that is wrapped as a torch custom operator (which hides
-    them)."""
+    """Return the parameters of a function, also if it is wrapped as a torch custom operator, which hides them."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
-
-
-def first_of(result: Any) -> Array:
-    """Return the output, whether the library returned it alone or first in a tuple."""
-    return result[0] if isinstance(result, tuple | list) else result
 
 
 class Flash(Implementation):
@@ -107,7 +96,6 @@ class Flash(Implementation):
 
     framework = "torch"
     any_kv_len = True
-    layout = "bshd"
     not_deterministic = ("backward",)
     unbounded: int | None = -1
     """Value that means "no bound" for a window side."""
@@ -131,17 +119,16 @@ class Flash(Implementation):
         left, right = (self.unbounded if side is None else side for side in sides)
         return left, right
 
-    def options(self, workload: Workload, config: Config) -> Options:
-        """Return keywords of the public function: the scale always, others only if needed (older versions lack
-        them)."""
-        options: Options = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
+    def options(self, workload: Workload, config: Config) -> dict[str, Any]:
+        """Return keywords of the public function: some only if needed, since older versions lack them."""
+        options: dict[str, Any] = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
         if is_windowed(workload):
             options["window_size"] = self.window(workload)
         if workload.softcap is not None:
             options["softcap"] = workload.softcap
         return options | dict(config)
 
-    def private_options(self, workload: Workload) -> Options:
+    def private_options(self, workload: Workload) -> dict[str, Any]:
         """Return all keywords of the private functions, with the window as two sides."""
         left, right = self.window(workload)
         return {
@@ -154,11 +141,15 @@ class Flash(Implementation):
 
     def build(self, workload: Workload, config: Config) -> Call:
         function, options = self.function(), self.options(workload, config)
-        return lambda q, k, v: first_of(function(q, k, v, **options))
+
+        def call(q: Array, k: Array, v: Array) -> Array:
+            result = function(q, k, v, **options)  # the output alone, or first in a tuple
+            return result[0] if isinstance(result, tuple | list) else result
+
+        return call
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        function, options = self.function(), self.options(workload, config)
-        natural = self.natural(workload)
+        function, options, natural = self.function(), self.options(workload, config), self.natural(workload)
         if self.lse_flag in parameters(function):
             options[self.lse_flag] = True
 
@@ -314,6 +305,9 @@ class FlashAttention3(Flash):
         return with_dense_rows((self._forward(workload, config), backward))
 
 
+FA4_KNOWS = "has kernels for compute capability 9.x to 11.x"
+
+
 class FlashAttention4(Flash):
     """FlashAttention 4, `flash_attn.cute`, for Hopper and Blackwell; compiled by the CuTe DSL at the first call of a
     shape."""
@@ -331,7 +325,7 @@ class FlashAttention4(Flash):
             conditions.needs_package("flash_attn.cute", "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_package("cutlass", "pip install nvidia-cutlass-dsl==4.4.2"),
             conditions.needs_capability(environment, (9, 0)),
-            None if chip is None or chip[0] in FA4_CHIPS else f"{FA4_KNOWS}, this is {chip[0]}.{chip[1]}",
+            None if chip is None or 9 <= chip[0] <= 11 else f"{FA4_KNOWS}, this is {chip[0]}.{chip[1]}",
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -350,7 +344,6 @@ class FlashAttention4(Flash):
         if forward is None or backward is None or "return_lse" not in parameters(forward):
             return None
         options, natural = self.private_options(workload), self.natural(workload)
-
         as_queries = "out" in parameters(forward) and workload.value_dim == workload.head_dim
 
         def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -366,8 +359,7 @@ class FlashAttention4(Flash):
 
 
 def _fa4_dims(workload: Workload, environment: Environment) -> str | None:
-    """Refuse head sizes by 4.0.0b12's own rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192 with values of 128, or
-    256."""
+    """Refuse head sizes by 4.0.0b12's rule: 8 to 256 on Hopper; on Blackwell 8 to 128, 192/128 or 256."""
     dims = workload.head_dim, workload.value_dim
     reason = conditions.needs_head_dim(workload, 256, multiple_of=8)
     if reason is not None or dims == (192, 128):

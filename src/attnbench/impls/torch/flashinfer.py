@@ -29,7 +29,6 @@ class Flashinfer(Implementation):
 
     name = "torch.flashinfer"
     framework = "torch"
-    layout = "bshd"
     process = "flashinfer"
     untested = ("cuda",)
 
@@ -75,8 +74,7 @@ class Flashinfer(Implementation):
 
 
 def _planner(workload: Workload) -> Callable[[Any], Any]:
-    """Return a function from a device to a planned wrapper, which is made at the first arrays on the device and
-    kept."""
+    """Return a function from a device to a wrapper, which is planned at the first arrays on the device and kept."""
     wrapper_class = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
 
     @cache

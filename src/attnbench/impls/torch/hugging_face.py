@@ -52,12 +52,8 @@ class HfEager(_Transformers):
                 mask = SdpaMask(square.tril()[None, None], False)
             return additive(mask.attn_mask, dtype, hidden=torch.finfo(dtype).min)
 
-        masks, module, scale = once_per_device(make), _layer(workload), workload.softmax_scale
-
-        def call(q: Array, k: Array, v: Array) -> Array:
-            return eager_attention_forward(module, q, k, v, masks(q.device), scale)[0].transpose(1, 2)
-
-        return call
+        masks, layer, scale = once_per_device(make), _layer(workload), workload.softmax_scale
+        return lambda q, k, v: eager_attention_forward(layer, q, k, v, masks(q.device), scale)[0].transpose(1, 2)
 
 
 class HfSdpa(_Transformers):

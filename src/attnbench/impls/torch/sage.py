@@ -19,7 +19,6 @@ class Sage(Implementation):
 
     name = "torch.sageattention"
     framework = "torch"
-    layout = "bshd"
     process = "sageattention"
     approximate = True
     # Chosen here, not published: int8 logits with one scale per block give errors of a few percent in this norm.

@@ -177,8 +177,7 @@ class Sdpa(Implementation):
         return sdpa_mask(workload, device, zeroes_dead_rows=on_cpu or self.backend == "math")
 
     def _pinned(self) -> tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]:
-        """Return a context for every call, and a function that makes torch's own context, which Dynamo follows but
-        costs more."""
+        """Return a context for every call, and a maker of torch's own context, which Dynamo follows but costs more."""
         if self.backend == "auto":
             return nullcontext(), nullcontext
         from torch.nn.attention import SDPBackend, sdpa_kernel

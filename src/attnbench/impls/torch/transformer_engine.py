@@ -14,7 +14,7 @@ from typing import Any
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.torch._masks import bounds, is_causal, is_top_left, is_windowed, needs_bounds, needs_visible_rows
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Implementation, Workload
 
 
 class TransformerEngine(Implementation):
@@ -22,7 +22,6 @@ class TransformerEngine(Implementation):
 
     name = "torch.transformer-engine"
     framework = "torch"
-    layout = "bshd"
     not_deterministic = ("backward",)
     process = "transformer-engine"
     forbids = (r"scaled_\w*softmax_warp", r"UnfusedDotProductAttention")
@@ -64,11 +63,7 @@ class TransformerEngine(Implementation):
             attention_type="self" if workload.q_len == workload.kv_len else "cross",
             softmax_scale=workload.softmax_scale,
         )
-
-        def call(q: Array, k: Array, v: Array) -> Array:
-            return module(q, k, v).unflatten(-1, (workload.heads, workload.value_dim))
-
-        return call
+        return lambda q, k, v: module(q, k, v).unflatten(-1, (workload.heads, workload.value_dim))
 
 
 def _mask(workload: Workload) -> tuple[str, tuple[int, int]]:

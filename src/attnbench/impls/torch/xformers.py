@@ -32,7 +32,6 @@ class Xformers(Implementation):
 
     name = "torch.xformers"
     framework = "torch"
-    layout = "bshd"
     not_deterministic = ("backward",)
     process = "xformers"
     expects = (r"flash|fmha|cutlass|attention",)
@@ -75,8 +74,7 @@ class Xformers(Implementation):
         return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
-        """Return the library's two functions without autograd; its backward takes no grouped heads and pads the LSE
-        itself."""
+        """Return the library's two functions without autograd; its backward pads the LSE and takes no grouped heads."""
         if workload.group > 1:
             return None
         import torch
