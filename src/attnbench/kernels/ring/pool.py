@@ -133,8 +133,7 @@ class RankProcesses:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    message, arrays = m.fetch(connection)
-                    replies[rank] = Reply(m.decode_answer(message), arrays)
+                    replies[rank] = Reply(*m.fetch(connection))
                 except (EOFError, OSError):
                     failed[rank] = "died"
         self._fresh = False
@@ -238,12 +237,6 @@ class GroupRanks:
         text = f"rank {rank} of {self.world} raised {error.reason}\n{error.detail}"
         raise MemoryError(text) if error.kind == "out_of_memory" else RankFailed(text)
 
-    def of_size(self, world: int) -> GroupRanks:
-        """Return this group; raise UsageError if it has another number of ranks, which torchrun decides."""
-        if self.world != world:
-            raise UsageError(f"torchrun started {self.world} ranks, but world is {world}: set world={self.world}.")
-        return self
-
     def serve(self) -> None:
         """Answer until rank 0 closes; on every rank but 0."""
         while (letter := self._scatter(None)) is not LAST:
@@ -292,7 +285,10 @@ def adopted() -> bool:
 def ring(world: int, device: str, threads: int, timeout_s: float) -> RingOfRanks:
     """Return the living ring of that kind; start one if there is none."""
     if _group:
-        return _group[0].of_size(world)
+        found = _group[0].world
+        if found != world:
+            raise UsageError(f"torchrun started {found} ranks, but world is {world}: set world={found}.")
+        return _group[0]
     key = (world, device, threads, timeout_s)
     if key not in _rings or not _rings[key].alive:
         _rings[key] = RankProcesses(world, device, threads, timeout_s)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -135,10 +135,6 @@ def _template(balanced: bool) -> Iterator[Any]:
 
 
 Method = OwnRing | TemplatedRing
-METHODS: dict[str, Callable[[m.OpenProblem, int, torch.device], Method]] = {
-    "ring": OwnRing.open,
-    "templated": TemplatedRing,
-}
 
 
 def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:
@@ -186,7 +182,8 @@ class Rank:
         """Answer one question; return the answer and its arrays."""
         given = [array.to(self.device) for array in arrays]
         if isinstance(question, m.OpenProblem):
-            method = self._methods[question.number] = METHODS[question.method](question, self._rank, self.device)
+            open_method = TemplatedRing if question.method == "templated" else OwnRing.open
+            method = self._methods[question.number] = open_method(question, self._rank, self.device)
             return m.Ready(list(method.used)), ()
         if isinstance(question, m.Forward):
             method = self._methods[question.number]
@@ -253,12 +250,12 @@ def serve(connection: Connection, start: tuple[Any, ...]) -> None:
     rank: Rank | None = None
     while True:
         try:
-            message, arrays = m.fetch(connection)
+            question, arrays = m.fetch(connection)
         except EOFError:
             return
         try:
             rank = rank or Rank(*start)
-            answer, results = rank.answer(m.decode_question(message), arrays)
+            answer, results = rank.answer(question, arrays)
         except Exception as error:
             answer, results = broke(error), ()
         m.post(connection, answer, results)
