@@ -36,6 +36,7 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.torch._compile import CompiledCall
+from attnbench.kernels import WithLse
 from attnbench.kernels.block_sparse.tiles import (
     beyond_the_kernels,
     candidates,
@@ -44,7 +45,7 @@ from attnbench.kernels.block_sparse.tiles import (
     read_config,
 )
 from attnbench.masks.cuts import block_layout, split_blocks
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ def block_tables(workload: Workload, device: Any) -> BlockTables:
     return tables_of(layout, workload.mask_shape, device)
 
 
-class BlockSparse(Implementation):
+class BlockSparse(WithLse):
     """Block-sparse masks on a CPU: kept blocks are gathered, and rows with equal counts computed together."""
 
     name = "torch.block-sparse"
@@ -135,20 +136,10 @@ class BlockSparse(Implementation):
             needs_no_softcap(workload),
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
+    def both(self, workload: Workload, config: Config) -> Call:
         from attnbench.impls.partial.torch_autograd import differentiable
 
-        call = differentiable(self._pair(workload, config), "bhsd")
-
-        def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = call(q, k, v)
-            return out, lse.float()
-
-        return with_lse
+        return differentiable(self._pair(workload, config), "bhsd")
 
     def partial(self, workload: Workload, config: Config) -> Partial:
         from attnbench.impls.partial.torch_autograd import turned
@@ -203,8 +194,7 @@ class BlockSparseTriton(BlockSparse):
         return candidates(workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return CompiledCall(lambda q, k, v: call(q, k, v)[0])
+        return CompiledCall(super().build(workload, config))
 
     def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.kernels.block_sparse import triton_call
@@ -216,7 +206,7 @@ class BlockSparseTriton(BlockSparse):
         return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
 
 
-class Selected(Implementation):
+class Selected(WithLse):
     """`torch.block-sparse-dynamic` and `torch.block-sparse-learned`: choose blocks, then attend to them."""
 
     framework = "torch"
@@ -262,18 +252,9 @@ class Selected(Implementation):
     def configs(self, workload: Workload) -> Sequence[Config]:
         return [{"sparsity": sparsity, "block_size": BLOCK_SIZE} for sparsity in (SPARSITY, 0.75, 0.9)]
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        select = self._selector(workload, config)
-        scale = workload.softmax_scale
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            return attend(q, k, v, select(q, k)[0], scale)
-
-        return call
+    def both(self, workload: Workload, config: Config) -> Call:
+        select, scale = self._selector(workload, config), workload.softmax_scale
+        return lambda q, k, v: attend(q, k, v, select(q, k)[0], scale)
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]]:
         from attnbench.kernels.block_sparse.selection import POOL
