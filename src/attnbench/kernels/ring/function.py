@@ -163,7 +163,7 @@ def _work(
 ) -> DenseWork | DilatedWork:  # fmt: skip
     """Return the prepared work of some batch rows, cached: key lengths may differ from call to call."""
     work = work_of(problem, rank, TileKernels(shape, inner, device), pattern, limit)
-    work.prepare(device)
+    work.prepare()
     return work
 
 

@@ -56,7 +56,7 @@ class OwnRing:
         """Open a problem in a rank process, over the default process group."""
         problem, kernels = question.problem, TileKernels(question.shape, question.inner, device)
         work = work_of(problem, rank, kernels, pattern_of(question.shape))
-        work.prepare(device)
+        work.prepare()
         return cls(RingEngine(problem, rank, work), transport_of(problem, None))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:

@@ -277,7 +277,7 @@ def is_virtual(device: str, world: int) -> bool:
 class RingApparatus(TorchFramework):
     """TorchFramework for one cell over several ranks: clocks, memory and kernels are those of the ranks."""
 
-    def __init__(self, world: int, can_be_virtual: bool = True) -> None:
+    def __init__(self, world: int, can_be_virtual: bool) -> None:
         self._world, self._can_be_virtual = world, can_be_virtual
         self._calls: dict[int, tuple[OverRanks, Pass]] = {}
         self._seen: dict[int, list[m.Inspected]] = {}
