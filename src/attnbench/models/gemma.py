@@ -140,7 +140,6 @@ class Block(nn.Module):
         adarms_cond: Tokens,
         deterministic: bool = True,
     ) -> tuple[list[Array | None], Cache]:
-        """Return the outputs of a layer per expert, and the extended cache."""
         attention = Attention(configs=self.configs, name="attn", **flash_fields(self))
         normed, gates = self._normed("pre_attention_norm", xs, adarms_cond)
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)

@@ -131,7 +131,6 @@ class Block(nn.Module):
         decode: bool = False,
         deterministic: bool = True,
     ) -> tuple[Array, Cache]:
-        """Return the output of a layer and the cache."""
         lora = self.lora_configs or {}
         attention = Attention(
             num_heads=self.num_heads,

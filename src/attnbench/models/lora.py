@@ -34,7 +34,6 @@ class LoRAConfig:
 
     @property
     def scaling_value(self) -> float:
-        """Factor of the update."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

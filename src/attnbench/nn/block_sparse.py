@@ -102,7 +102,6 @@ class _SparseAttention(torch.nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Return the options, with those that the pattern uses."""
         shared = {"block_size": self.block_size, "causal": self.causal, "scale": self.scale}
         return ", ".join(f"{name}={value}" for name, value in (self._asked() | shared).items())
 

@@ -78,7 +78,6 @@ class RingDilatedAttention(DilatedAttention):
         return ""
 
     def extra_repr(self) -> str:
-        """Return the pattern, its options and the layout."""
         return f"{super().extra_repr()}, layout={self.layout}"
 
 
@@ -215,7 +214,6 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         self.seed = 0 if pattern is None else checked_seed(seed, pattern)
 
     def blocks(self, tokens: int, heads: int) -> Blocks:
-        """Return the blocks that are kept for a number of tokens and heads."""
         if self._given is not None:
             return self._given
         assert self.sparsity is not None
@@ -236,7 +234,6 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         return f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}{seed}"
 
     def extra_repr(self) -> str:
-        """Return the text of the ring, and which blocks are kept."""
         return f"{super().extra_repr()}, {self._kept_blocks_text()}"
 
 

@@ -267,7 +267,6 @@ class TorchGemmaStack(StepImplementation):
         self.tunables = {"impl": impl} if impl == "auto" else {}
 
     def configured(self, config: Config) -> Self:
-        """Return the implementation itself; raise for an attention that is not one of torch's."""
         impl = str(config.get("impl", self._impl))
         if impl not in ("standard", "sdpa", "auto"):
             chosen = registry.get(impl)

@@ -41,7 +41,6 @@ class JaxModelStep(StepImplementation):
         self.tunables = {"impl": "auto"} if flash else {}
 
     def configured(self, config: Config) -> Self:
-        """Return the implementation itself; raise for an unknown flash path."""
         check_flash_choice(config.get("impl", "auto"))
         return self
 

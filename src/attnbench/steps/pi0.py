@@ -190,7 +190,6 @@ class Pi0Model(Pi0Kind):
         return {**draw_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs from one pass over prefix and suffix."""
         arrays = tensors(whole(values, workload, np.tile), (*PRODUCTS, *DENSE) if workload.needs_gradients else ())
         store, hold = storing(rounded), storing(in_float32(rounded))
         share = arrays["time"][:, None, None]
@@ -310,7 +309,6 @@ class Pi0FastPrefill(StepKind):
         return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs from one pass over the prompt."""
         import torch
 
         arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)

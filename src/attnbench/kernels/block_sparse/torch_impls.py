@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls._arguments import workload_of
 from attnbench.impls.conditions import (
     first_reason,
     needs_capability,
@@ -83,10 +84,7 @@ def attend(
 def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
     from attnbench.kernels.block_sparse import triton_call
 
-    workload = Workload(
-        batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=q.shape[3], v_head_dim=v.shape[3], dtype=str(q.dtype).rpartition(".")[2], scale=scale,
-    )  # fmt: skip
+    workload = workload_of(q, k, v, scale=scale, layout="bhsd")
     reason = beyond_the_kernels(workload, tables.block_size)
     if reason is not None:
         raise Unsupported(f"block-sparse attention on cuda {reason}.")

@@ -47,7 +47,6 @@ class Slots(NamedTuple):
 
     @property
     def has_empty(self) -> bool:
-        """Whether any slot has no token."""
         return self.size * self.runs * self.world != self.length
 
     def positions(self, rank: Any, run: int, xp: Any) -> Any:
@@ -136,7 +135,6 @@ class Gather:
         return jax.lax.fori_loop(0, self._world, lambda n, state: meet(state, _part(parts, n), n), state)
 
     def backward(self, meet: Meet, state: Any, pair: Any, zeros: Any) -> tuple[Any, Any]:
-        """Return (state, gradients of the device's own pair)."""
         parts = self._gathered(pair)
         sums = jax.tree.map(lambda x: jnp.zeros((self._world, *x.shape), x.dtype), zeros)
 
@@ -216,7 +214,6 @@ class Sharded:
     def _backward(
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of one device's tokens."""
         queries, outs, douts = (self._runs(x, self.q_slots) for x in (q, out, dout))
         rows = [lse[:, :, n * self.q_slots.size : (n + 1) * self.q_slots.size] for n in range(self.q_slots.runs)]
         wide = lse.dtype

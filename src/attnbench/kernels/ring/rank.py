@@ -64,7 +64,6 @@ class OwnRing:
         return self._engine.forward(q, k, v, self._transport, spans)
 
     def backward(self, inputs: Arrays, results: Arrays, dout: Tensor, spans: Spans | None = None) -> Grads:
-        """Return (dq, dk, dv) of the rank's own tokens."""
         return self._engine.backward(inputs, results, dout, self._transport, spans)
 
     def rotate(self, k: Tensor, v: Tensor, gradients: bool) -> bool:
@@ -86,7 +85,6 @@ class TemplatedRing:
         self._balance = question.problem.layout == "zigzag"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:
-        """Return (out, lse) of the rank's own rows."""
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         with torch.no_grad(), _template(self._balance) as template:
             out, lse, *_ = template._templated_ring_attention(
@@ -97,7 +95,6 @@ class TemplatedRing:
     def backward(
         self, inputs: Any, results: Any, dout: Tensor, spans: Spans | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the rank's own tokens."""
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
         def op(query: Any, key: Any, value: Any, **given: Any) -> Any:
@@ -179,7 +176,6 @@ class Rank:
         self._rank, self._methods, self._kept = rank, {}, {}
 
     def answer(self, question: m.Question, arrays: list[Tensor]) -> tuple[m.Answer, tuple[Tensor, ...]]:
-        """Answer one question; return the answer and its arrays."""
         given = [array.to(self.device) for array in arrays]
         if isinstance(question, m.OpenProblem):
             open_method = TemplatedRing if question.method == "templated" else OwnRing.open

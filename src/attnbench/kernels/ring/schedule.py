@@ -98,11 +98,9 @@ class RingProblem(NamedTuple):
             raise UsageError("a ring needs at least one query and one key.")
 
     def q_sizes(self) -> tuple[int, ...]:
-        """Count the queries of each rank."""
         return sizes(self.layout, self.q_len, self.world)
 
     def kv_sizes(self) -> tuple[int, ...]:
-        """Count the keys of each rank."""
         return sizes(self.layout, self.kv_len, self.world)
 
 
@@ -123,7 +121,6 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of visible pairs."""
         rows, keys = self.shape
         return rows * (rows + 1) // 2 if self.causal else rows * keys
 

@@ -94,7 +94,6 @@ class ShardedCall(ABC):
         return array.detach().index_select(1, self.places(side, rank, array.device))
 
     def places(self, side: str, rank: int, device: torch.device) -> Tensor:
-        """Return the positions of a rank's tokens."""
         return _places(self.problem, side, rank, device)
 
 
@@ -137,7 +136,6 @@ class RingCall(ShardedCall):
         return dq, dk, dv
 
     def inspect(self, inputs: Inputs, pass_: Pass) -> list[m.Inspected]:
-        """Return the figures of each rank."""
         shards = self.shards(*inputs[:3])
         question = m.Inspect(self._number, pass_)
         asked = [(question, (*shard, self.take(inputs.dout, "q", rank))) for rank, shard in enumerate(shards)]

@@ -260,13 +260,11 @@ class DilatedWork:
         self._gathers = [[_Gather(call, pattern, kernels.device) for call in turn] for turn in turns]
 
     def prepare(self) -> None:
-        """Choose every kernel, as in `DenseWork`."""
         for gathers in self._gathers:
             for gather in gathers:
                 gather.kernel(self.kernels, self.kernels.batch)
 
     def attend(self, turn: int, q: Tensor, pair: Pair, sums: Sums) -> None:
-        """Merge the attention to this turn's keys into `sums`."""
         for gather in self._gathers[turn]:
             out, lse = sums[gather.call.branch if self.channels > 1 else 0]
             views = gather.queries(q), gather.keys(pair[0]), gather.keys(pair[1])
@@ -277,7 +275,6 @@ class DilatedWork:
             gather.put_rows(lse, total_lse)
 
     def differentiate(self, turn: int, q: Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
-        """Add this turn's gradients to `grads`."""
         outs, lse, dout = whole
         for gather in self._gathers[turn]:
             out = outs[gather.call.branch if self.channels > 1 else 0]
@@ -341,7 +338,6 @@ class _Gather:
         x[:, self._rows[:, None], self._heads] = values.unflatten(0, (-1, self._stack)).flatten(1, 2).to(x.dtype)
 
     def put_rows(self, x: Tensor, values: Tensor) -> None:
-        """Write back what `rows` gathered."""
         x[:, self._heads[:, None], self._rows] = values.unflatten(0, (-1, self._stack)).transpose(1, 2).flatten(2, 3)
 
     def add_keys(self, x: Tensor, values: Tensor) -> None:
@@ -359,13 +355,11 @@ class LimitedWork:
         self.kernels, self.channels = parts[0][1].kernels, parts[0][1].channels
 
     def attend(self, turn: int, q: Tensor, pair: Pair, sums: Sums) -> None:
-        """Merge the attention to this turn's keys into `sums`."""
         for rows, work in self._parts:
             own = [(out[rows], lse[rows]) for out, lse in sums]
             work.attend(turn, q[rows], (pair[0][rows], pair[1][rows]), own)
 
     def differentiate(self, turn: int, q: Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
-        """Add this turn's gradients to `grads`."""
         outs, lse, dout = whole
         for rows, work in self._parts:
             own = tuple(out[rows] for out in outs), lse[rows], dout[rows]
