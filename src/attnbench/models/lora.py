@@ -17,8 +17,6 @@ from jax import Array
 
 from attnbench.errors import UsageError
 
-RANK_LABEL = "L"
-
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -30,7 +28,7 @@ class LoRAConfig:
     init_fn: nn.initializers.Initializer = nn.initializers.normal(stddev=0.01)
     rslora: bool = False
     axes: tuple[int, int] = (-2, -1)
-    label: str = RANK_LABEL
+    label: str = "L"
 
     @property
     def scaling_value(self) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnbench import masks
 from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse, turned
 from attnbench.impls.partial.torch_choice import Rules, choose, current
-from attnbench.impls.partial.torch_passes import merge_, nothing_yet
+from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, merge_, nothing_yet
 from attnbench.kernels.dilated.pieces import (
     DilatedPiece,
     StridedView,
@@ -86,13 +86,22 @@ def gathered_forward(task: Task, q: Tensor, k: Tensor, v: Tensor, keep: bool) ->
         out, lse = branches[piece.branch]
         queries_of(out, piece).copy_(part)
         rows_of(lse, piece).copy_(part_lse)
-    lse = torch.logsumexp(torch.stack([lse for _, lse in branches]), 0)
-    seen = lse.masked_fill(lse == float("-inf"), 0.0)
-    out = torch.zeros_like(branches[0][0])
-    for branch_out, branch_lse in branches:
-        out += torch.exp(branch_lse - seen).unsqueeze(-1) * branch_out
-    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if keep and task.detached else ()
-    return out.to(q.dtype), lse, kept
+    out, lse = mixed([(branch_out, branch_lse.transpose(1, 2)) for branch_out, branch_lse in branches])
+    apart = keep and task.detached and len(branches) > 1
+    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if apart else ()
+    return out.to(q.dtype), lse.transpose(1, 2).contiguous(), kept
+
+
+def mixed(sums: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mix results (out [b, t, h, d], lse [b, h, t]) by their softmax denominators; return (out, lse)."""
+    if len(sums) == 1:
+        return sums[0]
+    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in sums]), 0)
+    base = lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)
+    out = torch.zeros_like(sums[0][0])
+    for part, part_lse in sums:
+        out.addcmul_(part, torch.exp(part_lse - base).transpose(1, 2).unsqueeze(-1))
+    return out, lse
 
 
 def gathered_backward(

@@ -142,10 +142,7 @@ class RankProcesses:
     def _failure(self, failed: dict[int, str], broken: dict[int, m.Broke]) -> Exception:
         """End the ring; return an error that names a dead rank, else one that raised by itself, else a silent one."""
         dead, silent = ([rank for rank, how in failed.items() if how == kind] for kind in ("died", "hung"))
-        # A rank that complains of another one did not raise by itself.
-        lost = ("closed by peer", "Timed out", "timed out")
-        own = [rank for rank, error in broken.items() if not any(words in error.reason for words in lost)]
-        culprit = None
+        own, culprit = _culprits(broken), None
         if dead:
             what = f"{_ranks(dead)} of {self.world} {self._ends(dead)}"
         elif own or not silent:
@@ -206,6 +203,12 @@ def _environment() -> dict[str, str]:
     return variables
 
 
+def _culprits(broken: dict[int, m.Broke]) -> list[int]:
+    """Return the ranks that raised by themselves, and not because they lost another one."""
+    lost = ("closed by peer", "Timed out", "timed out")
+    return [rank for rank, error in broken.items() if not any(words in error.reason for words in lost)]
+
+
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
@@ -233,7 +236,8 @@ class GroupRanks:
         if all(error.kind == "unsupported" for error in broken.values()):
             raise Unsupported(next(iter(broken.values())).reason)
         self.alive = False
-        rank, error = next(iter(broken.items()))
+        rank = [*_culprits(broken), *broken][0]
+        error = broken[rank]
         text = f"rank {rank} of {self.world} raised {error.reason}\n{error.detail}"
         raise MemoryError(text) if error.kind == "out_of_memory" else RankFailed(text)
 
