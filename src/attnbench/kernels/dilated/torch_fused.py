@@ -63,10 +63,7 @@ def strands(problem: DilatedProblem, fold: bool, diagonal: bool, keys: bool) -> 
 
 def _members(piece: DilatedPiece, keys: bool) -> list[tuple[int, int, int]]:
     """List (place in the piece, head, offset) of each of its heads."""
-    heads = piece.heads
-    first, step, number = (
-        (heads.kv_first, heads.kv_step, heads.kv_number) if keys else (heads.first, heads.step, heads.number)
-    )
+    heads, (first, step, number) = piece.heads, piece.heads.line(keys)
     return [(n, first + n * step, heads.offset + n * heads.shift) for n in range(number)]
 
 
