@@ -235,7 +235,6 @@ class GroupRanks:
             return replies
         if all(error.kind == "unsupported" for error in broken.values()):
             raise Unsupported(next(iter(broken.values())).reason)
-        self.alive = False
         rank = [*_culprits(broken), *broken][0]
         error = broken[rank]
         text = f"rank {rank} of {self.world} raised {error.reason}\n{error.detail}"
