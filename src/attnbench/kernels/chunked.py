@@ -11,10 +11,11 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
-from attnbench.impls.conditions import first_reason, needs_device
+from attnbench.impls.conditions import needs_device
 from attnbench.impls.partial.torch_passes import nothing_yet
+from attnbench.kernels import WithLse
 from attnbench.kernels.ring.schedule import Tile, TokenRun, block_tiles, check_inner, needs_dense_mask, problem_of
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ LEAST_CHUNKS = 4
 """Fewest chunks of a sequence: short sequences are cut too, so that what is verified small is what runs large."""
 
 
-class Chunked(Implementation):
+class Chunked(WithLse):
     """Long sequences in tiles of another kernel: `torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
 
     name = "torch.chunked"
@@ -42,20 +43,11 @@ class Chunked(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_dense_mask(workload))
+        return needs_dense_mask(workload)
 
-    def build(self, workload: Workload, config: Config) -> Call:
+    def both(self, workload: Workload, config: Config) -> Call:
         plan = TilePlan(workload, {**self.tunables, **config})
-        return lambda q, k, v: _operation()(q, k, v, plan)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        plan = TilePlan(workload, {**self.tunables, **config})
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = _operation()(q, k, v, plan)
-            return out, lse.float()
-
-        return call
+        return lambda q, k, v: _operation()(q, k, v, plan)
 
 
 def _check_chunk(chunk: object) -> int:

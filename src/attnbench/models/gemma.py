@@ -8,6 +8,7 @@ Constructor, call and parameter tree are openpi's; `use_flash_attention`, `flash
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -139,7 +140,6 @@ class Block(nn.Module):
         adarms_cond: Tokens,
         deterministic: bool = True,
     ) -> tuple[list[Array | None], Cache]:
-        """Return the outputs of a layer per expert, and the extended cache."""
         attention = Attention(configs=self.configs, name="attn", **flash_fields(self))
         normed, gates = self._normed("pre_attention_norm", xs, adarms_cond)
         attended, kv_cache = attention(normed, positions, attn_mask, kv_cache)
@@ -168,6 +168,24 @@ class Block(nn.Module):
         return sums
 
 
+def stacked(block: Any, depth: int, static: tuple[int, ...], policy: str) -> Any:
+    """Return a class of blocks as a scan over layers, with one axis of layers in front of every parameter.
+
+    Blocks are recomputed in the backward pass but for what the policy, of `jax.checkpoint_policies`, saves; "none"
+    recomputes nothing. `static` are the positions of arguments that are not traced.
+    """
+    if policy != "none":
+        saved = getattr(jax.checkpoint_policies, policy)
+        block = nn.remat(block, prevent_cse=False, static_argnums=static, policy=saved)
+    return nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
+        length=depth,
+    )
+
+
 class Module(nn.Module):
     """Transformer: blocks in a scan with stacked parameters under `layers`, and a final norm per expert."""
 
@@ -187,20 +205,8 @@ class Module(nn.Module):
         if len({config.depth for config in self.configs}) != 1:
             raise UsageError("experts that attend together need the same depth.")
         self.embedder = Embedder(self.vocab_size, self.configs[0].width, name="embedder")
-        recomputed = nn.remat(
-            Block,
-            prevent_cse=False,
-            static_argnums=(6,),  # deterministic; 0 is self
-            policy=jax.checkpoint_policies.nothing_saveable,
-        )
-        scanned = nn.scan(
-            recomputed,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
-            length=self.configs[0].depth,
-        )
-        self.layers = scanned(
+        layers = stacked(Block, self.configs[0].depth, (6,), "nothing_saveable")  # static: deterministic; 0 is self
+        self.layers = layers(
             configs=self.configs, dropout=self.dropout, dropout_bdims=self.dropout_bdims, **flash_fields(self)
         )
         self.final_norms = [RMSNorm(name=named("final_norm", i)) for i in range(len(self.configs))]

@@ -17,7 +17,7 @@ from jax import Array
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
 from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
-from attnbench.models.gemma import Embedder, RMSNorm
+from attnbench.models.gemma import Embedder, RMSNorm, stacked
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig, project_qkv
 from attnbench.models.masks import TokenMask, prepared
 from attnbench.models.rope import apply_rope
@@ -131,7 +131,6 @@ class Block(nn.Module):
         decode: bool = False,
         deterministic: bool = True,
     ) -> tuple[Array, Cache]:
-        """Return the output of a layer and the cache."""
         lora = self.lora_configs or {}
         attention = Attention(
             num_heads=self.num_heads,
@@ -186,18 +185,7 @@ class Module(nn.Module):
         """
         self.embedder = Embedder(self.vocab_size, self.width, nn.initializers.zeros_init(), name="embedder")
         self.final_norm = RMSNorm(name="final_norm")
-        block: Any = Block
-        if self.remat_policy != "none":
-            policy = getattr(jax.checkpoint_policies, self.remat_policy)
-            block = nn.remat(Block, prevent_cse=False, static_argnums=(5, 6), policy=policy)
-        scanned = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
-            length=self.depth,
-        )
-        self.layers = scanned(
+        self.layers = stacked(Block, self.depth, (5, 6), self.remat_policy)(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             embed_dim=self.width,

@@ -17,8 +17,6 @@ from jax import Array
 
 from attnbench.errors import UsageError
 
-RANK_LABEL = "L"
-
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -30,11 +28,10 @@ class LoRAConfig:
     init_fn: nn.initializers.Initializer = nn.initializers.normal(stddev=0.01)
     rslora: bool = False
     axes: tuple[int, int] = (-2, -1)
-    label: str = RANK_LABEL
+    label: str = "L"
 
     @property
     def scaling_value(self) -> float:
-        """Factor of the update."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

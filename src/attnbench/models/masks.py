@@ -63,7 +63,6 @@ class TokenMask:
 
     @property
     def q_len(self) -> int:
-        """Number of queries, T."""
         if self.known is not None:
             return self.known.q_len
         if self.runs is not None:

@@ -20,18 +20,8 @@ import torch
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import check_causal, check_scale, check_tensors, check_whole, dtype_name, number
-from attnbench.kernels.block_sparse import selection as heads_first
-from attnbench.kernels.block_sparse.selection import (
-    LEARNING_RATE,
-    POOL,
-    BlockChoice,
-    BlockGate,
-    by_threshold,
-    calibrated,
-    choice,
-    estimate,
-    within_budget,
-)
+from attnbench.kernels.block_sparse import selection
+from attnbench.kernels.block_sparse.selection import LEARNING_RATE, POOL, BlockChoice, BlockGate, estimate
 from attnbench.kernels.block_sparse.tables import BlockTables, tables_of
 from attnbench.kernels.block_sparse.torch_impls import attend
 from attnbench.masks import Mask, MaskShape, causal, full
@@ -102,7 +92,6 @@ class _SparseAttention(torch.nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Return the options, with those that the pattern uses."""
         shared = {"block_size": self.block_size, "causal": self.causal, "scale": self.scale}
         return ", ".join(f"{name}={value}" for name, value in (self._asked() | shared).items())
 
@@ -118,7 +107,7 @@ class _SparseAttention(torch.nn.Module):
         shape = MaskShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         mask = causal() if self.causal else full()
         key = ("choice", shape, q.device, self.block_size, self.causal)
-        return self._made_once(key, lambda: choice(mask, shape, self.block_size, q.device))
+        return self._made_once(key, lambda: selection.choice(mask, shape, self.block_size, q.device))
 
 
 class BlockSparseAttention(_SparseAttention):
@@ -182,7 +171,7 @@ class BlockSparseAttention(_SparseAttention):
             raise UsageError(f'pattern "{self.pattern}" has no threshold to calibrate.')
         q, k, _ = _heads_first(q, k, k)
         with without_autocast(q.device.type):
-            threshold = calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
+            threshold = selection.calibrated(self._mass(q, k), self._choice(q, k), self.sparsity)
         self.threshold.fill_(threshold)
         return threshold
 
@@ -198,7 +187,7 @@ class BlockSparseAttention(_SparseAttention):
                 f'pattern "{self.pattern}" needs a threshold: calibrate(q, k) on typical inputs, or give threshold=.'
             )
         chosen = self._choice(q, k)
-        tables = chosen.keeping(by_threshold(self._mass(q, k), threshold))
+        tables = chosen.keeping(selection.by_threshold(self._mass(q, k), threshold))
         return tables, chosen.sparsity(tables.kept)
 
     def _pattern(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
@@ -252,7 +241,7 @@ class AdaptiveSparseAttention(_SparseAttention):
     def _select(self, q: torch.Tensor, k: torch.Tensor) -> Kept:
         chosen = self._choice(q, k)
         mass = estimate(q, k, chosen, self._scale(q), self.pool, self.gate)
-        tables = chosen.keeping(within_budget(mass, chosen, self.mass, self.min_sparsity, self.max_sparsity))
+        tables = chosen.keeping(selection.within_budget(mass, chosen, self.mass, self.min_sparsity, self.max_sparsity))
         return tables, chosen.sparsity(tables.kept)
 
 
@@ -342,7 +331,7 @@ def train_gate(
     check_whole("steps", steps, 1)
     check_whole("block_size", block_size, 1)
     pairs = [_example(gate, q, k) for q, k in examples]
-    return heads_first.train_gate(gate, pairs, mask, block_size, steps=steps, learning_rate=learning_rate)
+    return selection.train_gate(gate, pairs, mask, block_size, steps=steps, learning_rate=learning_rate)
 
 
 def _example(gate: BlockGate, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

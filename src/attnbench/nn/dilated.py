@@ -104,7 +104,6 @@ class DilatedAttention(nn.Module):
         return (out, lse.float()) if return_lse else out
 
     def extra_repr(self) -> str:
-        """Return the pattern and its options."""
         options = {"causal": self.causal, "scale": self.scale, "mix_grad": self.mix_grad}
         return ", ".join([self.pattern.id, *(f"{name}={value}" for name, value in options.items())])
 
@@ -172,7 +171,6 @@ class MultiheadDilatedAttention(nn.Module):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in self.projected(x)]
 
     def extra_repr(self) -> str:
-        """Return the sizes; the pattern is shown by `attention`."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
 
     def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -188,5 +186,4 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     attention_class = ImprovedDilatedAttention
 
     def projected(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return Q, K and V as slices of one array."""
         return self.in_proj(x).split(self.widths, -1)

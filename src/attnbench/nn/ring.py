@@ -15,17 +15,11 @@ import torch
 
 from attnbench import masks
 from attnbench.errors import UsageError
-from attnbench.frameworks.torch.internals import under_autocast
-from attnbench.impls._arguments import check_tensors
 from attnbench.kernels.ring.function import (
-    RefusedByAll,
-    agreement,
-    check_kernel,
-    global_lengths,
-    key_lengths,
+    attend_over_ranks,
     rank_and_world,
-    ring_attention,
-    shape_of,
+    refused_by_all,
+    ring_attention,  # noqa: F401 (users import it from here)
 )
 from attnbench.kernels.ring.schedule import Layout, check_layout, positions
 from attnbench.masks import Blocks, MaskShape
@@ -68,22 +62,11 @@ class RingDilatedAttention(DilatedAttention):
 
         Keys from position kv_lengths[b] of the whole sequence on are padding; every rank gives the same lengths.
         """
-        inner = self.how.get("kernel", "auto")
-        with RefusedByAll(self.process_group, q, k, v):
-            check_tensors(type(self).__name__, q, k, v)
-            q, k, v = under_autocast(q, k, v)
-            limits = key_lengths(kv_lengths)
-            check_kernel(q, k, shape_of(q, k, v, self.scale, None), inner, self.causal)
-        compared = {"pattern": (self.pattern.id, self.mix_grad, self._kept_blocks_text()), "kv_lengths": limits}
-        compared |= {"layout": self.layout, "inner": inner, "return_lse": return_lse}
-        lengths = global_lengths(
-            q, k, self.process_group, agreement(q, k, v, causal=self.causal, scale=self.scale, **compared)
-        )
-        return ring_attention(
-            q, k, v, causal=self.causal, scale=self.scale, layout=self.layout, inner=inner,
-            process_group=self.process_group, lengths=lengths, dilated=self.pattern,
-            detached=self.mix_grad == "detached", blocks=self.blocks(lengths[0], q.shape[2]), kv_lengths=limits,
-            return_lse=return_lse,
+        return attend_over_ranks(
+            q, k, v, who=type(self).__name__, causal=self.causal, scale=self.scale, softcap=None, layout=self.layout,
+            inner=self.how.get("kernel", "auto"), process_group=self.process_group, lengths=None, dilated=self.pattern,
+            detached=self.mix_grad == "detached", blocks=self.blocks, kept=self._kept_blocks_text(),
+            kv_lengths=kv_lengths, return_lse=return_lse,
         )  # fmt: skip
 
     def blocks(self, tokens: int, heads: int) -> Blocks | None:
@@ -95,7 +78,6 @@ class RingDilatedAttention(DilatedAttention):
         return ""
 
     def extra_repr(self) -> str:
-        """Return the pattern, its options and the layout."""
         return f"{super().extra_repr()}, layout={self.layout}"
 
 
@@ -129,7 +111,7 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     def heads_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return Q, K and V of [b, tokens of this rank, heads, dim]; if one rank refuses x, all ranks raise."""
-        with RefusedByAll(self.attention.process_group, x):
+        with refused_by_all(self.attention.process_group, x):
             return super().heads_of(x)
 
     def _over_ranks(
@@ -232,7 +214,6 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         self.seed = 0 if pattern is None else checked_seed(seed, pattern)
 
     def blocks(self, tokens: int, heads: int) -> Blocks:
-        """Return the blocks that are kept for a number of tokens and heads."""
         if self._given is not None:
             return self._given
         assert self.sparsity is not None
@@ -253,7 +234,6 @@ class BlockSparseRingDilatedAttention(RingDilatedAttention):
         return f"sparsity={self.sparsity:g}, pattern={self.block_pattern}, block_size={self.block_size}{seed}"
 
     def extra_repr(self) -> str:
-        """Return the text of the ring, and which blocks are kept."""
         return f"{super().extra_repr()}, {self._kept_blocks_text()}"
 
 

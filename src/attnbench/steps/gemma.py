@@ -141,6 +141,20 @@ def joint_block(
     return [store(x + feed_forward(n, expert, store)) for x, n, expert in zip(xs, normed, experts)], cache
 
 
+def with_gradients(
+    kind: StepKind, w: Workload, outs: Sequence[Any], of: Any, leaves: Sequence[Any], rounded: Rounded,
+    cotangents: Any = None,
+) -> Outputs:  # fmt: skip
+    """Return the outputs by name: those of the forward pass, and rounded gradients of `of` if they are asked for."""
+    import torch
+
+    outputs = {name: out.detach().numpy() for name, out in zip(kind.forward_outputs, outs)}
+    if w.needs_gradients:
+        gradients = torch.autograd.grad(of, leaves, cotangents)
+        outputs |= {name: rounded(gradient.numpy()) for name, gradient in zip(kind.gradient_outputs, gradients)}
+    return {name: outputs[name] for name in kind.outputs(w)}
+
+
 PROJECTIONS = ("q_einsum", "kv_einsum", "attn_vec_einsum")
 FEED_FORWARD = ("gating_einsum", "linear")
 WEIGHTS = (*PROJECTIONS, *FEED_FORWARD)
@@ -218,20 +232,13 @@ class GemmaStack(StepKind):
         }
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        import torch
-
         leaves = ("x", *WEIGHTS) if workload.needs_gradients else ()
         arrays = tensors(values, leaves)
         store, seen, xs = storing(rounded), visible(workload), [arrays["x"]]
         for layer in range(GEMMA_DEPTH):
             xs, _ = joint_block(xs, [of_layer(arrays, layer)], seen, store)
         out = store(rms_norm(xs[0], arrays["final_norm"]))
-        outputs = {"out": out.detach().numpy()}
-        if not workload.needs_gradients:
-            return outputs
-        gradients = torch.autograd.grad(out, [arrays[name] for name in leaves], arrays["dout"])
-        outputs |= {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
-        return {name: outputs[name] for name in self.outputs(workload)}
+        return with_gradients(self, workload, [out], out, [arrays[name] for name in leaves], rounded, arrays["dout"])
 
 
 GEMMA_STACK = GemmaStack()
@@ -260,7 +267,6 @@ class TorchGemmaStack(StepImplementation):
         self.tunables = {"impl": impl} if impl == "auto" else {}
 
     def configured(self, config: Config) -> Self:
-        """Return the implementation itself; raise for an attention that is not one of torch's."""
         impl = str(config.get("impl", self._impl))
         if impl not in ("standard", "sdpa", "auto"):
             chosen = registry.get(impl)

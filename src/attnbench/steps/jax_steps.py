@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.models.gemma_config import check_flash_choice
 from attnbench.spec import Array, Config, Environment, Workload
-from attnbench.steps import StepImplementation
+from attnbench.steps import StepImplementation, kind_of
 from attnbench.steps.gemma import EXPERTS, FEED_FORWARD, NORMS, PROJECTIONS, why_no_stack
 from attnbench.steps.pi0 import DENSE, TABLE, unsupported, whole
 from attnbench.workloads.steps import (
@@ -41,7 +41,6 @@ class JaxModelStep(StepImplementation):
         self.tunables = {"impl": "auto"} if flash else {}
 
     def configured(self, config: Config) -> Self:
-        """Return the implementation itself; raise for an unknown flash path."""
         check_flash_choice(config.get("impl", "auto"))
         return self
 
@@ -58,6 +57,26 @@ class JaxModelStep(StepImplementation):
         if not self._flash:
             return {}
         return {"use_flash_attention": True, "flash_attention_impl": str(config.get("impl", "auto"))}
+
+    def differentiated(
+        self, workload: Workload, forward: Callable[[Any, list[Array]], Any], products: Callable[[Any], Sequence[Array]]
+    ) -> Callable[[Any], tuple[Array, ...]]:
+        """Return the function of (tree, inputs, cotangents) that computes `forward` and, if asked for, its gradients.
+
+        `products` picks the gradients of weights from those of the tree.
+        """
+        import jax
+
+        def run(state: Any) -> tuple[Array, ...]:
+            tree, xs, douts = state
+            if not workload.needs_gradients:
+                return tuple(forward(tree, xs))
+            outs, pull_back = jax.vjp(forward, tree, xs)
+            d_tree, dxs = pull_back(douts)
+            results = (*outs, *dxs, *products(d_tree))
+            return results[-len(kind_of(self.step).outputs(workload)) :]
+
+        return run
 
 
 ONE = ("",)
@@ -105,11 +124,10 @@ class JaxGemmaStack(JaxModelStep):
         return why_no_stack(workload)
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """Return (openpi's tree, x, the cotangent)."""
-        return model_tree(arrays, ONE), arrays["x"], arrays["dout"]
+        """Return (openpi's tree, [x], [the cotangent])."""
+        return model_tree(arrays, ONE), [arrays["x"]], [arrays["dout"]]
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        import jax
         import jax.numpy as jnp
 
         from attnbench.models import gemma
@@ -120,20 +138,11 @@ class JaxGemmaStack(JaxModelStep):
         model: Any = gemma.Module([sizes], workload.dtype, **self.path(config))
         mask = known(workload.visible_mask, workload.q_len)
 
-        def forward(tree: Any, x: Array) -> Array:
-            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-            return model.apply({"params": tree}, [x], positions, mask)[0][0]
+        def forward(tree: Any, xs: list[Array]) -> Any:
+            positions = jnp.broadcast_to(jnp.arange(xs[0].shape[1]), xs[0].shape[:2])
+            return model.apply({"params": tree}, xs, positions, mask)[0]
 
-        def run(state: Any) -> tuple[Array, ...]:
-            tree, x, dout = state
-            if not workload.needs_gradients:
-                return (forward(tree, x),)
-            out, pull_back = jax.vjp(forward, tree, x)
-            d_tree, dx = pull_back(dout)
-            gradients = (dx, *products_of(d_tree["layers"], ONE))
-            return gradients if workload.pass_ == "backward" else (out, *gradients)
-
-        return run
+        return self.differentiated(workload, forward, lambda tree: products_of(tree["layers"], ONE))
 
 
 STANDARD = JaxGemmaStack("gemma-stack", flash=False)
@@ -157,7 +166,6 @@ class JaxPi0Attention(JaxModelStep):
         return tree(arrays, EXPERTS), xs, douts
 
     def function(self, workload: Workload, config: Config) -> Callable[[Any], tuple[Array, ...]]:
-        import jax
         import jax.numpy as jnp
 
         from attnbench.models import gemma
@@ -173,15 +181,7 @@ class JaxPi0Attention(JaxModelStep):
             given = (xs, positions, mask, None) if alone else (xs, None, positions, mask, [None, None])
             return module.apply({"params": tree}, *given)[0]
 
-        def run(state: Any) -> tuple[Array, ...]:
-            tree, xs, douts = state
-            if not workload.needs_gradients:
-                return tuple(forward(tree, xs))
-            outs, pull_back = jax.vjp(forward, tree, xs)
-            d_tree, dxs = pull_back(douts)
-            return (*outs, *dxs, *products(d_tree, EXPERTS))
-
-        return run
+        return self.differentiated(workload, forward, lambda tree: products(tree, EXPERTS))
 
 
 ATTENTION, ATTENTION_FLASH = (JaxPi0Attention("pi0-attention", flash) for flash in (False, True))

@@ -93,7 +93,7 @@ class TorchMultiheadDilated(StepImplementation):
         return first_reason(needs_dilated(_without_blocks(workload)), needs_no_softcap(workload))
 
     def state(self, workload: Workload, config: Config, arrays: Mapping[str, Array]) -> Any:
-        """Return the module with these weights, x, and the cotangent."""
+        """Return (the module with these weights, x, the cotangent, the key lengths)."""
         from torch import nn
 
         from attnbench.nn import create_multihead_dilated_attention

@@ -32,6 +32,7 @@ from attnbench.steps.gemma import (
     storing,
     tensors,
     visible,
+    with_gradients,
 )
 from attnbench.workloads.steps import (
     ACTION_DIM,
@@ -158,17 +159,11 @@ class Pi0Joint(Pi0Kind):
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         """Compute the outputs in float64, with both experts' tokens in one attention."""
-        import torch
-
         arrays = tensors(values, self._leaves if workload.needs_gradients else ())
         xs, weights = [arrays[f"x{end}"] for end in EXPERTS], [of_layer(arrays, suffix=end) for end in EXPERTS]
         outs, _ = self._compute(xs, weights, visible(workload), storing(rounded))
-        outputs = {name: out.detach().numpy() for name, out in zip(self.forward_outputs, outs)}
-        if not workload.needs_gradients:
-            return outputs
-        leaves = [arrays[name] for name in self._leaves]
-        gradients = torch.autograd.grad(outs, leaves, [arrays[f"dout{end}"] for end in EXPERTS])
-        return outputs | {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
+        leaves, douts = [arrays[name] for name in self._leaves], [arrays.get(f"dout{end}") for end in EXPERTS]
+        return with_gradients(self, workload, outs, outs, leaves, rounded, douts)
 
 
 PI0_ATTENTION = Pi0Joint("pi0-attention", PROJECTIONS, (), joint_attention)
@@ -195,9 +190,6 @@ class Pi0Model(Pi0Kind):
         return {**draw_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs from one pass over prefix and suffix."""
-        import torch
-
         arrays = tensors(whole(values, workload, np.tile), (*PRODUCTS, *DENSE) if workload.needs_gradients else ())
         store, hold = storing(rounded), storing(in_float32(rounded))
         share = arrays["time"][:, None, None]
@@ -208,11 +200,8 @@ class Pi0Model(Pi0Kind):
             xs, _ = joint_block(xs, weights, visible(workload), store)
         velocity = to_actions(arrays, xs[1], store, hold)
         loss = hold((velocity - (arrays["noise"] - arrays["actions"])).square().mean(-1))
-        outputs = {"velocity": velocity.detach().numpy(), "loss": loss.detach().numpy()}
-        if not workload.needs_gradients:
-            return outputs
-        gradients = torch.autograd.grad(loss.mean(), [arrays[name] for name in (*PRODUCTS, *DENSE)])
-        return outputs | {name: rounded(gradient.numpy()) for name, gradient in zip(self.gradient_outputs, gradients)}
+        leaves = [arrays[name] for name in (*PRODUCTS, *DENSE)]
+        return with_gradients(self, workload, [velocity, loss], loss.mean(), leaves, rounded)
 
 
 class Pi0Sampler(Pi0Kind):
@@ -320,7 +309,6 @@ class Pi0FastPrefill(StepKind):
         return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
-        """Compute the outputs from one pass over the prompt."""
         import torch
 
         arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)

@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("jax")
+pytestmark = pytest.mark.jax
+
 from attnbench.kernels.ring.jax_engine import EMPTY, Slots
 from attnbench.kernels.ring.schedule import LAYOUTS, positions
 
-pytestmark = pytest.mark.jax
 HERE = Path(__file__).parent
 LARGEST = 3e-5
 """Absolute, in float32, of numbers of order 1 (gradients of K and V add up 60 rows)."""

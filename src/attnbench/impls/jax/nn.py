@@ -173,8 +173,8 @@ class Cudnn(JaxNn):
 
     def _needs_array(self, workload: Workload) -> bool:
         arguments = mask_arguments(workload)
-        odd = workload.needs_gradients and evened(workload) is not None
-        return arguments.needs_array or (odd and arguments.window is not None)
+        odd = workload.needs_gradients and (workload.q_len % 2 or workload.kv_len % 2)
+        return arguments.needs_array or bool(odd and arguments.window is not None)
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return cuDNN's passes for full and causal masks."""

@@ -181,7 +181,6 @@ class BlockGate(torch.nn.Module):
         return block_mass(own, keys, choice.free, choice.tables.block_size, self.pool, self.scale)
 
     def extra_repr(self) -> str:
-
         heads, dim = self.query.shape[:2]
         return f"heads={heads}, head_dim={dim}, pool={self.pool}, scale={self.scale:g}"
 

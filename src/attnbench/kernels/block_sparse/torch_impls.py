@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls._arguments import workload_of
 from attnbench.impls.conditions import (
     first_reason,
     needs_capability,
@@ -36,6 +37,7 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.torch._compile import CompiledCall
+from attnbench.kernels import WithLse
 from attnbench.kernels.block_sparse.tiles import (
     beyond_the_kernels,
     candidates,
@@ -44,7 +46,7 @@ from attnbench.kernels.block_sparse.tiles import (
     read_config,
 )
 from attnbench.masks.cuts import block_layout, split_blocks
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +84,7 @@ def attend(
 def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
     from attnbench.kernels.block_sparse import triton_call
 
-    workload = Workload(
-        batch=q.shape[0], q_len=q.shape[2], kv_len=k.shape[2], heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=q.shape[3], v_head_dim=v.shape[3], dtype=str(q.dtype).rpartition(".")[2], scale=scale,
-    )  # fmt: skip
+    workload = workload_of(q, k, v, scale=scale, layout="bhsd")
     reason = beyond_the_kernels(workload, tables.block_size)
     if reason is not None:
         raise Unsupported(f"block-sparse attention on cuda {reason}.")
@@ -115,7 +114,7 @@ def block_tables(workload: Workload, device: Any) -> BlockTables:
     return tables_of(layout, workload.mask_shape, device)
 
 
-class BlockSparse(Implementation):
+class BlockSparse(WithLse):
     """Block-sparse masks on a CPU: kept blocks are gathered, and rows with equal counts computed together."""
 
     name = "torch.block-sparse"
@@ -135,20 +134,10 @@ class BlockSparse(Implementation):
             needs_no_softcap(workload),
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
+    def both(self, workload: Workload, config: Config) -> Call:
         from attnbench.impls.partial.torch_autograd import differentiable
 
-        call = differentiable(self._pair(workload, config), "bhsd")
-
-        def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = call(q, k, v)
-            return out, lse.float()
-
-        return with_lse
+        return differentiable(self._pair(workload, config), "bhsd")
 
     def partial(self, workload: Workload, config: Config) -> Partial:
         from attnbench.impls.partial.torch_autograd import turned
@@ -193,7 +182,6 @@ class BlockSparseTriton(BlockSparse):
         split = split_blocks(workload.visible_mask)
         unknown = interpreted() and workload.dtype == "bfloat16"
         return first_reason(
-            self.available(environment),
             needs_blocks(workload),
             beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
             "Triton's interpreter cannot multiply bfloat16" if unknown else None,
@@ -203,8 +191,7 @@ class BlockSparseTriton(BlockSparse):
         return candidates(workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return CompiledCall(lambda q, k, v: call(q, k, v)[0])
+        return CompiledCall(super().build(workload, config))
 
     def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.kernels.block_sparse import triton_call
@@ -216,7 +203,7 @@ class BlockSparseTriton(BlockSparse):
         return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
 
 
-class Selected(Implementation):
+class Selected(WithLse):
     """`torch.block-sparse-dynamic` and `torch.block-sparse-learned`: choose blocks, then attend to them."""
 
     framework = "torch"
@@ -248,7 +235,6 @@ class Selected(Implementation):
         unfit = mask.weighted or mask.interval(workload.mask_shape) is None
         kinds = ("float32", "bfloat16", "float16", *(("float64",) if environment.device == "cpu" else ()))
         return first_reason(
-            self.available(environment),
             None if workload.inputs == "structured" else "declares its error for structured inputs only",
             needs_forward(workload),
             f"takes masks that leave each row one run of keys, not {mask.id}" if unfit else None,
@@ -262,18 +248,9 @@ class Selected(Implementation):
     def configs(self, workload: Workload) -> Sequence[Config]:
         return [{"sparsity": sparsity, "block_size": BLOCK_SIZE} for sparsity in (SPARSITY, 0.75, 0.9)]
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        select = self._selector(workload, config)
-        scale = workload.softmax_scale
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            return attend(q, k, v, select(q, k)[0], scale)
-
-        return call
+    def both(self, workload: Workload, config: Config) -> Call:
+        select, scale = self._selector(workload, config), workload.softmax_scale
+        return lambda q, k, v: attend(q, k, v, select(q, k)[0], scale)
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]]:
         from attnbench.kernels.block_sparse.selection import POOL

@@ -70,16 +70,10 @@ def pair(
 
     If `atomic`, the kernel over columns adds up the gradient of Q.
     """
-
-    def run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _forward(plan_of(q.device), q, k, v, scale, tiles["forward"])
-
-    def run_backward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return _backward(plan_of(q.device), (q, k, v, out, lse, dout), scale, tiles, atomic)
-
-    return run_forward, run_backward
+    return (
+        lambda q, k, v: _forward(plan_of(q.device), q, k, v, scale, tiles["forward"]),
+        lambda *saved: _backward(plan_of(saved[0].device), saved, scale, tiles, atomic),
+    )
 
 
 def _forward(

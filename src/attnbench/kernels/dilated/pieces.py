@@ -36,6 +36,10 @@ class Heads(NamedTuple):
     offset: int
     shift: int
 
+    def line(self, keys: bool) -> tuple[int, int, int]:
+        """Return (first, step, number) of the query heads, or of the key/value heads."""
+        return (self.kv_first, self.kv_step, self.kv_number) if keys else (self.first, self.step, self.number)
+
 
 class DilatedPiece(NamedTuple):
     """One dense call: `stack` segments, `apart` tokens from one to the next, from token `start` of batch row `row`."""
@@ -234,21 +238,18 @@ class StridedView(NamedTuple):
 
 def query_view(piece: DilatedPiece, strides: Sequence[int], dim: int) -> StridedView:
     """Return the view of the piece's rows of q, out, dout or dq."""
-    heads, begin = piece.heads, piece.start + piece.heads.offset + piece.skip * piece.rate
-    return _view(piece, strides, dim, begin, piece.queries, heads.first, heads.step, heads.number)
+    return _view(piece, strides, dim, piece.skip, piece.queries, keys=False)
 
 
 def key_view(piece: DilatedPiece, strides: Sequence[int], dim: int) -> StridedView:
     """Return the view of the piece's rows of k, v, dk or dv."""
-    heads, begin = piece.heads, piece.start + piece.heads.offset
-    return _view(piece, strides, dim, begin, piece.keys, heads.kv_first, heads.kv_step, heads.kv_number)
+    return _view(piece, strides, dim, 0, piece.keys, keys=True)
 
 
-def _view(
-    piece: DilatedPiece, strides: Sequence[int], dim: int, begin: int, tokens: int, first: int, step: int, heads: int
-) -> StridedView:
-    row, token, head, _ = strides
-    size = (piece.stack, heads, tokens, dim)
+def _view(piece: DilatedPiece, strides: Sequence[int], dim: int, skip: int, tokens: int, keys: bool) -> StridedView:
+    (row, token, head, _), (first, step, number) = strides, piece.heads.line(keys)
+    begin = piece.start + piece.heads.offset + skip * piece.rate
+    size = (piece.stack, number, tokens, dim)
     stride = (piece.apart * token, step * head + piece.heads.shift * token, piece.rate * token, 1)
     return StridedView(size, stride, piece.row * row + begin * token + first * head)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnbench import masks, registry
 from attnbench.impls.partial.torch_autograd import Operation, of_both, once, through_lse, turned
 from attnbench.impls.partial.torch_choice import Rules, choose, current
-from attnbench.impls.partial.torch_passes import merge_, nothing_yet
+from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, merge_, nothing_yet
 from attnbench.kernels.dilated.pieces import (
     DilatedPiece,
     StridedView,
@@ -57,56 +57,50 @@ def nothing_merged(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.view(q.shape[:3])
 
 
-class CallSizes(NamedTuple):
-    """Sizes of one dense call."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-
-def partial_of(
-    kernel: str, dtype: torch.dtype, device: torch.device, sizes: CallSizes, causal: bool, scale: float
-) -> Partial:
-    """Return (forward, backward), bshd, for pieces of these sizes; `kernel` is an implementation's name or "auto"."""
-    kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
-    return _partial(kernel, kind, str(dtype).removeprefix("torch."), sizes, causal, scale, current())
-
-
 @registry.cached(4096)
-def _partial(
-    kernel: str, device: str, dtype: str, sizes: CallSizes, causal: bool, scale: float, rules: Rules
-) -> Partial:
-    mask = masks.causal() if causal else masks.full()
-    workload = Workload(**sizes._asdict(), dtype=dtype, mask=mask, scale=scale, pass_="train")
-    return choose(kernel, workload, device, rules)[1]
+def partial_of(
+    kernel: str, scale: float, piece: DilatedPiece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    rules: Rules,
+) -> Partial:  # fmt: skip
+    """Return (forward, backward), bshd, for a piece; `dims` are those of keys and of values.
+
+    `kernel` is an implementation's name or "auto".
+    """
+    workload = Workload(
+        batch=piece.stack, q_len=piece.queries, kv_len=piece.keys, heads=piece.heads.number,
+        kv_heads=piece.heads.kv_number, head_dim=dims[0], v_head_dim=dims[1], dtype=str(dtype).removeprefix("torch."),
+        mask=masks.causal() if piece.causal else masks.full(), scale=scale, pass_="train",
+    )  # fmt: skip
+    kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    return choose(kernel, workload, kind, rules)[1]
 
 
 def gathered_forward(task: Task, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Forward:
     """Return (out, lse [b, s, h], each branch's own output if the backward pass needs it)."""
-    branches = [_of_branch(task, branch, q, k, v) for branch in range(len(task.problem.pattern.segment_lengths))]
-    lse = torch.logsumexp(torch.stack([lse for _, lse in branches]), 0)
-    seen = lse.masked_fill(lse == float("-inf"), 0.0)
-    out = torch.zeros_like(branches[0][0])
-    for branch_out, branch_lse in branches:
-        out += torch.exp(branch_lse - seen).unsqueeze(-1) * branch_out
-    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if keep and task.detached else ()
-    return out.to(q.dtype), lse, kept
+    branches = [nothing_merged(q, v) for _ in task.problem.pattern.segment_lengths]
+    rules, dims = current(), (q.shape[-1], v.shape[-1])
+    for piece in pieces(task.problem, folds(q, k, v), diagonal=False):
+        a, b, c = queries_of(q, piece).contiguous(), *(keys_of(x, piece).contiguous() for x in (k, v))
+        kernel = partial_of(task.kernel, task.scale, piece, dims, q.dtype, q.device, rules)
+        part, part_lse = kernel[0](a, b, c)
+        out, lse = branches[piece.branch]
+        queries_of(out, piece).copy_(part)
+        rows_of(lse, piece).copy_(part_lse)
+    out, lse = mixed([(branch_out, branch_lse.transpose(1, 2)) for branch_out, branch_lse in branches])
+    apart = keep and task.detached and len(branches) > 1
+    kept = tuple(branch_out.to(q.dtype) for branch_out, _ in branches) if apart else ()
+    return out.to(q.dtype), lse.transpose(1, 2).contiguous(), kept
 
 
-def _of_branch(task: Task, branch: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output [b, s, h, d] and LSE [b, s, h] of one branch; 0 and -inf for tokens that a head skips."""
-    out, lse = nothing_merged(q, v)
-    for piece in _gathered_pieces(task, q, k, v):
-        if piece.branch == branch:
-            a, b, c = queries_of(q, piece).contiguous(), *(keys_of(x, piece).contiguous() for x in (k, v))
-            part, part_lse = _gathered_kernel(task, piece, a, c)[0](a, b, c)
-            queries_of(out, piece).copy_(part)
-            rows_of(lse, piece).copy_(part_lse)
+def mixed(sums: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mix results (out [b, t, h, d], lse [b, h, t]) by their softmax denominators; return (out, lse)."""
+    if len(sums) == 1:
+        return sums[0]
+    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in sums]), 0)
+    base = lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)
+    out = torch.zeros_like(sums[0][0])
+    for part, part_lse in sums:
+        out.addcmul_(part, torch.exp(part_lse - base).transpose(1, 2).unsqueeze(-1))
     return out, lse
 
 
@@ -116,24 +110,16 @@ def gathered_backward(
     """Return (dq, dk, dv): each piece under the LSE and output of the whole, or its branch's own output if detached."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    for piece in _gathered_pieces(task, q, k, v, out, lse, dout):
+    rules, dims = current(), (q.shape[-1], v.shape[-1])
+    for piece in pieces(task.problem, folds(q, k, v, out, lse, dout), diagonal=False):
         rows = (q, kept[piece.branch] if kept else out, dout)
         a, whole, cotangent = (queries_of(x, piece).contiguous() for x in rows)
         b, c = (keys_of(x, piece).contiguous() for x in (k, v))
-        parts = _gathered_kernel(task, piece, a, c)[1](a, b, c, whole, rows_of(lse, piece).contiguous(), cotangent)
+        kernel = partial_of(task.kernel, task.scale, piece, dims, q.dtype, q.device, rules)
+        parts = kernel[1](a, b, c, whole, rows_of(lse, piece).contiguous(), cotangent)
         for total, part, view in zip((dq, dk, dv), parts, (queries_of, keys_of, keys_of)):
             view(total, piece).add_(part)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _gathered_pieces(task: Task, *arrays: Tensor) -> tuple[DilatedPiece, ...]:
-    return pieces(task.problem, folds(*arrays), diagonal=False)
-
-
-def _gathered_kernel(task: Task, piece: DilatedPiece, q: Tensor, v: Tensor) -> Partial:
-    heads = piece.heads
-    sizes = CallSizes(piece.stack, piece.queries, piece.keys, heads.number, heads.kv_number, q.shape[-1], v.shape[-1])
-    return partial_of(task.kernel, q.dtype, q.device, sizes, piece.causal, task.scale)
 
 
 PLANS = 64
@@ -181,7 +167,6 @@ def _plan(
     rules: Rules,
 ) -> TaskPlan:  # fmt: skip
     """Make a plan whose kernels were chosen under these rules."""
-    del rules  # part of the cache's key: the kernels ask for the current rules again
     folds = all(fold(shape, stride) for shape, stride in zip(shapes, strides))
     plan = pieces(task.problem, folds, task.diagonal)
     head_dim, value_dim = shapes[0][-1], shapes[2][-1]
@@ -194,10 +179,8 @@ def _plan(
             key_view(piece, strides[2], value_dim), query_view(piece, out_strides, value_dim),
             query_view(piece, row_strides, 1).without_dim(),
         )  # fmt: skip
-        stack, heads, kv_heads = piece.stack, piece.heads.number, piece.heads.kv_number
-        sizes = CallSizes(stack, piece.queries, piece.keys, heads, kv_heads, head_dim, value_dim)
-        pair = turned(partial_of(task.kernel, dtype, device, sizes, piece.causal, task.scale))
-        steps.append(DilatedStep(piece, *views, *pair))
+        pair = partial_of(task.kernel, task.scale, piece, (head_dim, value_dim), dtype, device, rules)
+        steps.append(DilatedStep(piece, *views, *turned(pair)))
     fused = Fused(task.problem, folds, task.diagonal, len(plan)) if is_fused(task, dtype, device) else None
     return TaskPlan(tuple(steps), out_shape, out_strides, fused)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,10 +63,7 @@ def strands(problem: DilatedProblem, fold: bool, diagonal: bool, keys: bool) -> 
 
 def _members(piece: DilatedPiece, keys: bool) -> list[tuple[int, int, int]]:
     """List (place in the piece, head, offset) of each of its heads."""
-    heads = piece.heads
-    first, step, number = (
-        (heads.kv_first, heads.kv_step, heads.kv_number) if keys else (heads.first, heads.step, heads.number)
-    )
+    heads, (first, step, number) = piece.heads, piece.heads.line(keys)
     return [(n, first + n * step, heads.offset + n * heads.shift) for n in range(number)]
 
 
@@ -112,7 +109,9 @@ class Tables:
         from attnbench.kernels.dilated import triton_kernels
 
         place_kernel: Any = triton_kernels.place_kernel
-        source = self._source(arrays, wholes)
+        strides = tuple([x.stride() for x in arrays])
+        if (source := self._sources.get(strides)) is None:
+            source = self._sources[strides] = self._made(arrays, wholes)
         for index in source.copied:
             arrays[index] = arrays[index].contiguous()
         table = torch.empty((self._entries, 8), dtype=torch.int64, device=wholes[0].device)
@@ -129,13 +128,6 @@ class Tables:
 
     def _rows(self, arrays: list[Tensor]) -> list[Tensor]:
         return arrays[: self._pieces] if self._has_lse else arrays
-
-    def _source(self, arrays: list[Tensor], wholes: Sequence[Tensor]) -> _Source:
-        key = tuple([x.stride() for x in arrays])
-        source = self._sources.get(key)
-        if source is None:
-            source = self._sources[key] = self._made(arrays, wholes)
-        return source
 
     def _made(self, arrays: list[Tensor], wholes: Sequence[Tensor]) -> _Source:
         if wholes[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -159,10 +151,7 @@ class Tables:
 
 
 def _aligned(arrays: Sequence[Tensor]) -> bool:
-    bits = 0
-    for x in arrays:
-        bits |= x.data_ptr()
-    return bits % 16 == 0
+    return all(x.data_ptr() % 16 == 0 for x in arrays)
 
 
 def _entries(strands: Strands, rows: list[Any], numbers: list[Any] | None, first: int) -> np.ndarray:
@@ -195,16 +184,11 @@ def is_fused(task: Task, dtype: torch.dtype, device: torch.device) -> bool:
         reason = "does not merge float64"
     elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reason = f"needs a GPU, not {device.type}"
-    elif not _has_triton():
+    elif find_module("triton") is None:
         reason = "needs the package triton"
     if task.merge == "triton" and reason is not None:
         raise UsageError(f'merge="triton" {reason}: use merge="eager" or "auto".')
     return reason is None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_module("triton") is not None
 
 
 class Fused:

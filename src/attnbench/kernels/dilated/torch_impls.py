@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from attnbench.errors import UsageError
 from attnbench.impls.conditions import first_reason, needs_no_softcap
+from attnbench.kernels import WithLse
 from attnbench.kernels.dilated.pieces import Task, needs_dilated, problem_of, readable
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
 
-class DilatedTorch(Implementation):
+class DilatedTorch(WithLse):
     """Dilated attention (LongNet) in PyTorch through dense kernels, by gathered copies or by strided views."""
 
     framework = "torch"
@@ -43,20 +44,11 @@ class DilatedTorch(Implementation):
             )
         return Task(problem_of(workload), workload.softmax_scale)._replace(**config)
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
+    def both(self, workload: Workload, config: Config) -> Call:
         from attnbench.kernels.dilated.torch_engines import dilated
 
         task = self.task(workload, config)
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = dilated(q, k, v, self.engine, task)
-            return out, lse.float()
-
-        return call
+        return lambda q, k, v: dilated(q, k, v, self.engine, task)
 
     def partial(self, workload: Workload, config: Config) -> Partial:
         """Return (forward, backward) of the pattern over a part of the keys, which is again part of a whole."""

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnbench.frameworks.torch.programs import synchronize
-from attnbench.impls.partial.torch_passes import NEGATIVE_INFINITY, nothing_yet
+from attnbench.impls.partial.torch_passes import nothing_yet
+from attnbench.kernels.dilated.torch_engines import mixed
 from attnbench.kernels.ring.schedule import RingProblem
-from attnbench.kernels.ring.work import Grads, Pair, RankWork, Sums
+from attnbench.kernels.ring.work import Grads, Pair, RankWork
 
 
 class Spans:
@@ -134,7 +135,7 @@ class RingEngine:
             if coming is not None:
                 with spans.timed("waiting"):
                     pair = coming()
-        out, lse = _mixed(sums)
+        out, lse = mixed(sums)
         own = [channel.to(q.dtype) for channel, _ in sums] if len(sums) > 1 else []
         return out.to(q.dtype), lse, *own
 
@@ -200,19 +201,6 @@ class RingEngine:
         if self.problem.world == 1:
             return None
         return transport.gradients(pair_sums, self._source(turn), self._lengths[self._source(turn + 1)])
-
-
-def _mixed(sums: Sums) -> tuple[Tensor, Tensor]:
-    """Mix channels by their softmax denominators; return (out, lse)."""
-    if len(sums) == 1:
-        return sums[0]
-    lse = torch.logsumexp(torch.stack([channel_lse for _, channel_lse in sums]), 0)
-    base = lse.masked_fill(lse == NEGATIVE_INFINITY, 0.0)
-    weights = [torch.exp(channel_lse - base).transpose(1, 2).unsqueeze(-1) for _, channel_lse in sums]
-    out = torch.zeros_like(sums[0][0])
-    for (channel, _), weight in zip(sums, weights):
-        out.addcmul_(channel, weight)
-    return out, lse
 
 
 def _wide_zeros(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ every rank raises. This module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -73,30 +73,52 @@ def ring_attention(
     kv_lengths: keys from global position kv_lengths[b] on are padding; the same on every rank. Lengths on a GPU
         cost a synchronisation.
     """
+    kept = "" if blocks is None or lengths is not None else blocks.id
+    return attend_over_ranks(
+        q, k, v, who="ring_attention", causal=causal, scale=scale, softcap=softcap, layout=layout, inner=inner,
+        process_group=process_group, lengths=lengths, dilated=dilated, detached=detached, blocks=lambda *_: blocks,
+        kept=kept, kv_lengths=kv_lengths, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def attend_over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, *, who: str, causal: bool, scale: float | None, softcap: float | None, layout: str,
+    inner: str, process_group: Any, lengths: tuple[int, int] | None, dilated: Dilated | None, detached: bool,
+    blocks: Callable[[int, int], Blocks | None], kept: str, kv_lengths: Sequence[int] | Tensor | None, return_lse: bool,
+) -> Any:  # fmt: skip
+    """Return what `ring_attention` returns, for a function or module named `who`.
+
+    `blocks` returns the block mask for global numbers of queries and heads; the text `kept` describes it.
+    """
     rank, world = rank_and_world(process_group)
-    with RefusedByAll(process_group, q, k, v) if lengths is None else nullcontext():
+    with refused_by_all(process_group, q, k, v) if lengths is None else nullcontext():
         if detached and dilated is None:
             raise UsageError(
                 "detached= applies to the mixing of a dilated pattern's branches: give dilated= too, or leave it out."
             )
-        check_tensors("ring_attention", q, k, v)
+        check_tensors(who, q, k, v)
         q, k, v = under_autocast(q, k, v)
-        shape = shape_of(q, k, v, scale, softcap)
-        limits = key_lengths(kv_lengths)
+        shape = _shape_of(q, k, v, scale, softcap)
+        limits = None if kv_lengths is None else tuple(masks.lengths(kv_lengths).kv_lengths.array.tolist())
         check_layout(layout)
-        check_kernel(q, k, shape, inner, causal)
+        _check_kernel(q, k, shape, inner, causal)
     if lengths is None:
-        ids = tuple(None if mask is None else mask.id for mask in (dilated, blocks))
-        compared = {"softcap": softcap, "pattern": (*ids, detached), "kv_lengths": limits, "layout": layout}
-        compared |= {"inner": inner, "return_lse": return_lse}
-        lengths = global_lengths(q, k, process_group, agreement(q, k, v, causal=causal, scale=scale, **compared))
+        # A rank that records no gradients would leave the others waiting in their backward pass.
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        pattern_text = (None if dilated is None else dilated.id, kept, detached)
+        lengths = _global_lengths(q, k, process_group, {
+            "kv_lengths": limits, "layout": layout, "dtype": q.dtype, "batch": q.shape[0],
+            "heads": (q.shape[2], k.shape[2]), "head_dim": (q.shape[3], v.shape[3]), "causal": causal,
+            "scale": float(shape.softmax_scale), "requires_grad": recorded, "softcap": softcap,
+            "pattern": pattern_text, "inner": inner, "return_lse": return_lse,
+        })  # fmt: skip
     q_len, kv_len = lengths
     problem = RingProblem(q_len, kv_len, world, layout, causal, kv_len - q_len)
-    check_shard((q.shape[1], k.shape[1]), problem, rank)
+    _check_shard((q.shape[1], k.shape[1]), problem, rank)
     if limits is not None:
         masks.lengths(limits).check(MaskShape(shape.batch, shape.heads, q_len, kv_len))
-    pattern = _checked_pattern(q, k, (q_len, kv_len), dilated, detached, blocks)
-    engine = engine_of(problem, rank, shape, inner, q.device, pattern, limits)
+    pattern = _checked_pattern(q, k, lengths, dilated, detached, blocks(q_len, q.shape[2]))
+    engine = _engine_of(problem, rank, shape, inner, q.device, pattern, limits)
     with without_autocast(q.device.type):
         out, lse = RingFunction.apply(q, k, v, engine, process_group, return_lse)
     return (out, lse.float()) if return_lse else out
@@ -118,7 +140,7 @@ def _checked_pattern(
 
 
 @registry.cached(256)
-def engine_of(
+def _engine_of(
     problem: RingProblem, rank: int, shape: Workload, inner: str, device: torch.device, pattern: Pattern | None = None,
     limits: tuple[int, ...] | None = None,
 ) -> RingEngine:  # fmt: skip
@@ -141,18 +163,11 @@ def _work(
 ) -> DenseWork | DilatedWork:  # fmt: skip
     """Return the prepared work of some batch rows, cached: key lengths may differ from call to call."""
     work = work_of(problem, rank, TileKernels(shape, inner, device), pattern, limit)
-    work.prepare(device)
+    work.prepare()
     return work
 
 
-def key_lengths(kv_lengths: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    """Return key lengths as whole numbers, checked as by the mask `lengths`; None if there are none."""
-    if kv_lengths is None:
-        return None
-    return tuple(masks.lengths(kv_lengths).kv_lengths.array.tolist())
-
-
-def check_kernel(q: Tensor, k: Tensor, shape: Workload, inner: str, causal: bool) -> None:
+def _check_kernel(q: Tensor, k: Tensor, shape: Workload, inner: str, causal: bool) -> None:
     """Raise Unsupported if no kernel takes this rank's own queries and keys, before any message is sent."""
     if q.shape[1] and k.shape[1]:
         square = min(q.shape[1], k.shape[1])
@@ -160,7 +175,7 @@ def check_kernel(q: Tensor, k: Tensor, shape: Workload, inner: str, causal: bool
             TileKernels(shape, inner, q.device).of((shape.batch, q_len, kv_len, shape.heads, shape.kv_heads), masked)
 
 
-def check_shard(local: tuple[int, int], problem: RingProblem, rank: int) -> None:
+def _check_shard(local: tuple[int, int], problem: RingProblem, rank: int) -> None:
     """Raise UsageError if the numbers of queries and keys are not those that the layout gives this rank."""
     problem.check()
     wanted = problem.q_sizes()[rank], problem.kv_sizes()[rank]
@@ -171,7 +186,7 @@ def check_shard(local: tuple[int, int], problem: RingProblem, rank: int) -> None
         )
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Workload:
+def _shape_of(q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Workload:
     """Return what a kernel must know besides lengths and mask; raise UsageError if the arrays do not fit together."""
     of_q, of_k, of_v, dtype = fitting(q, k, v)
     return Workload(
@@ -251,33 +266,18 @@ def rank_and_world(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-class RefusedByAll(AbstractContextManager[None]):
-    """A context whose errors reach every rank: if one rank raises inside, the others raise in `global_lengths`."""
-
-    def __init__(self, group: Any, *arrays: Any) -> None:
-        self._group, self._arrays = group, arrays
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and rank_and_world(self._group)[1] > 1:
-            _exchanged([REFUSES, 0, 0, *[0] * len(ALIKE)], self._group, self._arrays)
-
-
-def agreement(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, **more: object
-) -> dict[str, object]:
-    """Return the values of ALIKE: from the arrays, and from `more`; missing values count as None.
-
-    Whether gradients are recorded is one of them: a rank that records none would leave the others waiting in their
-    backward pass.
-    """
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    factor = float(q.shape[3] ** -0.5 if scale is None else scale)
-    heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
-    arrays = {"dtype": q.dtype, "batch": q.shape[0], "heads": heads, "head_dim": dims}
-    return {**arrays, "causal": causal, "scale": factor, "requires_grad": recorded, **more}
+@contextmanager
+def refused_by_all(group: Any, *arrays: Any) -> Iterator[None]:
+    """Pass errors on to every rank: if one rank raises inside, the others raise in `_global_lengths`."""
+    try:
+        yield
+    except Exception:
+        if rank_and_world(group)[1] > 1:
+            _exchanged([REFUSES, 0, 0, *[0] * len(ALIKE)], group, arrays)
+        raise
 
 
-def global_lengths(q: Tensor, k: Tensor, group: Any, given: Mapping[str, object]) -> tuple[int, int]:
+def _global_lengths(q: Tensor, k: Tensor, group: Any, given: Mapping[str, object]) -> tuple[int, int]:
     """Return the global numbers of queries and keys: the sums over all ranks.
 
     Every rank raises UsageError if the ranks' sizes do not fit the layout, if values of `given` (those of ALIKE) are
@@ -286,7 +286,7 @@ def global_lengths(q: Tensor, k: Tensor, group: Any, given: Mapping[str, object]
     local, (rank, world) = (q.shape[1], k.shape[1]), rank_and_world(group)
     if world == 1:
         return local
-    digests = [crc32(repr(given.get(name)).encode()) for name in ALIKE]
+    digests = [crc32(repr(given[name]).encode()) for name in ALIKE]
     accepts, q_counts, kv_counts, *by_name = _exchanged([ACCEPTS, *local, *digests], group, (q, k))
     if REFUSES in accepts:
         refusing = [str(other) for other, accepted in enumerate(accepts) if accepted == REFUSES]

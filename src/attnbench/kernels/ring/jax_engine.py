@@ -2,7 +2,7 @@
 
 `Slots` says how tokens lie on the devices. `Travel` and `Gather` are the two ways in which a device sees all keys: they
 travel round the ring, or all are gathered first. `Sharded` computes. Blocks that no query of a run can see are skipped,
-by each device for itself; no softmax ever sees an empty slot.
+by each device for itself; no softmax ever sees an empty slot. This module imports jax.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from attnbench.impls.partial.jax_passes import Rule, block_backward, block_forward, merge_parts, no_parts
 from attnbench.kernels.ring.schedule import RingProblem
@@ -44,7 +47,6 @@ class Slots(NamedTuple):
 
     @property
     def has_empty(self) -> bool:
-        """Whether any slot has no token."""
         return self.size * self.runs * self.world != self.length
 
     def positions(self, rank: Any, run: int, xp: Any) -> Any:
@@ -65,16 +67,12 @@ class Slots(NamedTuple):
 
     def gathered(self, array: Array, axis: int = 1) -> Array:
         """Put an array in slot order back into token order."""
-        import jax.numpy as jnp
-
-        table = self._table
-        return jnp.take(array, np.argsort(table, kind="stable")[: self.length], axis=axis)
+        return jnp.take(array, np.argsort(self._table, kind="stable")[: self.length], axis=axis)
 
     @property
     def _table(self) -> np.ndarray:
         """Tokens of the slots, device after device."""
-        runs = [self.positions(rank, run, np) for rank in range(self.world) for run in range(self.runs)]
-        return np.concatenate(runs)
+        return np.concatenate([self.positions(rank, n, np) for rank in range(self.world) for n in range(self.runs)])
 
 
 AXIS = "ranks"
@@ -93,8 +91,6 @@ class Travel:
 
     def forward(self, meet: Meet, state: Any, pair: Any) -> Any:
         """Return the state after the keys of all devices have passed by."""
-        import jax
-
         me = jax.lax.axis_index(AXIS)
 
         def turn(n: Any, carry: Any) -> Any:
@@ -107,13 +103,11 @@ class Travel:
 
     def backward(self, meet: Meet, state: Any, pair: Any, zeros: Any) -> tuple[Any, Any]:
         """Return (state, gradients of the device's own pair); the sums travel with the keys, and one step more home."""
-        import jax
-
         me = jax.lax.axis_index(AXIS)
 
         def add(state: Any, pair: Any, sums: Any, source: Any) -> tuple[Any, Any]:
             state, grads = meet(state, pair, source)
-            return state, self._pass_on(jax.tree_util.tree_map(lambda a, b: a + b, sums, grads))
+            return state, self._pass_on(jax.tree.map(lambda a, b: a + b, sums, grads))
 
         def turn(n: Any, carry: Any) -> Any:
             state, pair, sums = carry
@@ -125,10 +119,8 @@ class Travel:
         return add(state, pair, sums, (me + 1) % self._world)
 
     def _pass_on(self, tree: Any) -> Any:
-        import jax
-
         links = [(n, (n + 1) % self._world) for n in range(self._world)]
-        return jax.tree_util.tree_map(lambda x: jax.lax.ppermute(x, AXIS, links), tree)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, links), tree)
 
 
 class Gather:
@@ -139,37 +131,27 @@ class Gather:
 
     def forward(self, meet: Meet, state: Any, pair: Any) -> Any:
         """Return the state after each device's part of the gathered keys."""
-        import jax
-
         parts = self._gathered(pair)
         return jax.lax.fori_loop(0, self._world, lambda n, state: meet(state, _part(parts, n), n), state)
 
     def backward(self, meet: Meet, state: Any, pair: Any, zeros: Any) -> tuple[Any, Any]:
-        """Return (state, gradients of the device's own pair)."""
-        import jax
-        import jax.numpy as jnp
-
-        tree, parts = jax.tree_util, self._gathered(pair)
-        sums = tree.tree_map(lambda x: jnp.zeros((self._world, *x.shape), x.dtype), zeros)
+        parts = self._gathered(pair)
+        sums = jax.tree.map(lambda x: jnp.zeros((self._world, *x.shape), x.dtype), zeros)
 
         def turn(n: Any, carry: Any) -> Any:
             state, sums = carry
             state, grads = meet(state, _part(parts, n), n)
-            return state, tree.tree_map(lambda total, part: total.at[n].set(part), sums, grads)
+            return state, jax.tree.map(lambda total, part: total.at[n].set(part), sums, grads)
 
         state, sums = jax.lax.fori_loop(0, self._world, turn, (state, sums))
-        return state, tree.tree_map(lambda x: jax.lax.psum_scatter(x, AXIS, scatter_dimension=0), sums)
+        return state, jax.tree.map(lambda x: jax.lax.psum_scatter(x, AXIS, scatter_dimension=0), sums)
 
     def _gathered(self, pair: Any) -> Any:
-        import jax
-
-        return jax.tree_util.tree_map(lambda x: jax.lax.all_gather(x, AXIS), pair)
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS), pair)
 
 
 def _part(parts: Any, n: Any) -> Any:
-    import jax
-
-    return jax.tree_util.tree_map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, keepdims=False), parts)
 
 
 class Sharded:
@@ -183,8 +165,6 @@ class Sharded:
 
     def call(self, with_lse: bool = False) -> Callable[..., Any]:
         """Return `(q, k, v) -> out [b, slots, h, d]`, or (out, lse [b, h, slots]); differentiable, in slot order."""
-        import jax
-
         tokens, rows = self.specs
         options = {"mesh": self.mesh, "check_vma": False}
         ahead = jax.shard_map(self._forward, in_specs=(tokens,) * 3, out_specs=(tokens, rows), **options)
@@ -196,31 +176,21 @@ class Sharded:
             results = ahead(q, k, v)
             return results, (q, k, v, *results)
 
-        def pull_back(kept: Any, cotangents: Any) -> Any:
-            q, k, v, out, lse = kept
-            return back(q, k, v, out, lse, cotangents[0])
-
-        attend.defvjp(keep, pull_back)
+        attend.defvjp(keep, lambda kept, cotangents: back(*kept, cotangents[0]))
         return attend if with_lse else lambda q, k, v: attend(q, k, v)[0]
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         """`(q, k, v) -> (out, lse)`, compiled once for each shape."""
-        import jax
-
         return jax.jit(self.call(with_lse=True))
 
     @property
     def specs(self) -> tuple[Any, Any]:
         """Partition specs of [b, slots, h, d] and [b, h, slots]."""
-        from jax.sharding import PartitionSpec
-
         return PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Compute one device's queries over the keys of all devices; return (out, lse)."""
-        import jax.numpy as jnp
-
         queries = self._runs(q, self.q_slots)
 
         def meet(state: Any, pair: Any, source: Any) -> Any:
@@ -244,9 +214,6 @@ class Sharded:
     def _backward(
         self, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of one device's tokens."""
-        import jax.numpy as jnp
-
         queries, outs, douts = (self._runs(x, self.q_slots) for x in (q, out, dout))
         rows = [lse[:, :, n * self.q_slots.size : (n + 1) * self.q_slots.size] for n in range(self.q_slots.runs)]
         wide = lse.dtype
@@ -273,8 +240,6 @@ class Sharded:
 
     def _if_seen(self, n: int, source: Any, m: int, block: Callable[..., Any], kept: Any) -> Any:
         """Return `block(n, m, kept, seen)` for query run n and key run m of a device, or `kept` if all is hidden."""
-        import jax
-
         seen, any_seen = self._seen(n, source, m)
         if any_seen is None:
             return block(n, m, kept, seen)
@@ -282,9 +247,6 @@ class Sharded:
 
     def _seen(self, n: int, source: Any, m: int) -> tuple[Any, Any]:
         """Return the visible pairs of query run n and key run m of a device, and whether any is; None, None if all."""
-        import jax
-        import jax.numpy as jnp
-
         if not (self.problem.causal or self.q_slots.has_empty or self.kv_slots.has_empty):
             return None, None
         rows = self.q_slots.positions(jax.lax.axis_index(AXIS), n, jnp)
@@ -298,3 +260,8 @@ class Sharded:
 
     def _runs(self, array: Array, slots: Slots) -> list[Array]:
         return [array[:, n * slots.size : (n + 1) * slots.size] for n in range(slots.runs)]
+
+
+def mesh_of(devices: list[Any]) -> Mesh:
+    """Return a mesh of one axis; the axis is Auto, since only then shard_map takes inputs with any sharding."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
 from attnbench.frameworks.jax.framework import Compiler, JaxFramework, import_jax, precision_of
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
-from attnbench.kernels.ring.jax_engine import AXIS, Gather, Sharded, Travel
 from attnbench.kernels.ring.schedule import (
     BY_NAME_ONLY,
     balance,
@@ -25,6 +24,9 @@ from attnbench.kernels.ring.schedule import (
     shard_bytes,
 )
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Pass, Ranks, Workload
+
+if TYPE_CHECKING:
+    from attnbench.kernels.ring.jax_engine import Sharded
 
 FORCE = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
 
@@ -162,9 +164,9 @@ class OverMesh(Implementation):
     untested = ("cuda", "rocm", "tpu")
     by_name_only = BY_NAME_ONLY
 
-    def __init__(self, name: str, movement: type[Travel] | type[Gather]) -> None:
-        self.name, self._movement = name, movement
-        way = "keys sent around a ring" if movement is Travel else "keys gathered on every device"
+    def __init__(self, name: str, travels: bool) -> None:
+        self.name, self._travels = name, travels
+        way = "keys sent around a ring" if travels else "keys gathered on every device"
         self.description = f"Sequence split over devices of a JAX mesh, {way}: `{name}[world=4,layout=striped]`."
 
     def configured(self, config: Config) -> Self:
@@ -177,11 +179,7 @@ class OverMesh(Implementation):
         return f"needs at least two devices in one process, not {count}{hint}" if count < 2 else None
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(
-            self.available(environment),
-            needs_dense_mask(workload),
-            needs_dtype(workload, "float64", "float32", "bfloat16"),
-        )
+        return first_reason(needs_dense_mask(workload), needs_dtype(workload, "float64", "float32", "bfloat16"))
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)
@@ -197,8 +195,11 @@ class OverMesh(Implementation):
         rule = Rule(workload.softmax_scale, workload.softcap)
 
         def make(kind: str) -> Sharded:
+            jax = import_jax()
+            from attnbench.kernels.ring.jax_engine import Gather, Sharded, Travel, mesh_of
+
             try:
-                devices = import_jax().devices(kind)
+                devices = jax.devices(kind)
             except RuntimeError:  # JAX has no devices of this kind
                 devices = []
             world = asked or len(devices)
@@ -206,7 +207,8 @@ class OverMesh(Implementation):
                 raise UsageError(
                     f"world {world} is more than the {len(devices)} devices of this process; world=0 takes all."
                 )
-            return Sharded(problem_of(workload, world, layout), rule, mesh_of(devices[:world]), self._movement(world))
+            movement = (Travel if self._travels else Gather)(world)
+            return Sharded(problem_of(workload, world, layout), rule, mesh_of(devices[:world]), movement)
 
         return MeshCall(workload, make, with_lse)
 
@@ -220,13 +222,5 @@ class OverMesh(Implementation):
         return world, layout
 
 
-def mesh_of(devices: list[Any]) -> Any:
-    """Return a mesh of one axis; the axis is Auto, since only then shard_map takes inputs with any sharding."""
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-RING = OverMesh("jax.ring", Travel)
-ALL_GATHER = OverMesh("jax.all-gather", Gather)
+RING = OverMesh("jax.ring", travels=True)
+ALL_GATHER = OverMesh("jax.all-gather", travels=False)

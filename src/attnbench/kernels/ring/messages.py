@@ -6,6 +6,7 @@ This module imports torch.
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import torch
@@ -95,29 +96,26 @@ Answer = Ready | Stepped | Inspected | Broke
 class Envelope(Struct):
     """A message and the dtypes and shapes of the arrays that follow it."""
 
-    message: bytes
+    message: Question | Answer
     arrays: list[tuple[str, tuple[int, ...]]]
 
 
-decode_question = msgspec.msgpack.Decoder(Question).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
-_encode = msgspec.msgpack.Encoder().encode
-_open_envelope = msgspec.msgpack.Decoder(Envelope).decode
+_decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 def post(connection: Connection, message: Question | Answer, arrays: tuple[Tensor, ...] = ()) -> None:
     """Send a message and its arrays, from any device."""
     plain = [array.detach().cpu().contiguous() for array in arrays]
     forms = [(str(array.dtype).rpartition(".")[2], tuple(array.shape)) for array in plain]
-    connection.send_bytes(_encode(Envelope(_encode(message), forms)))
+    connection.send_bytes(msgspec.msgpack.encode(Envelope(message, forms)))
     for array in plain:
         if array.numel():
             connection.send_bytes(array.view(-1).view(torch.uint8).numpy().data)
 
 
-def fetch(connection: Connection) -> tuple[bytes, list[Tensor]]:
-    """Receive the next message, still encoded, and its arrays on the CPU."""
-    envelope = _open_envelope(connection.recv_bytes())
+def fetch(connection: Connection) -> tuple[Any, list[Tensor]]:
+    """Receive the next message, and its arrays on the CPU."""
+    envelope = _decode(connection.recv_bytes())
     arrays = []
     for dtype, shape in envelope.arrays:
         array = torch.empty(shape, dtype=getattr(torch, dtype))

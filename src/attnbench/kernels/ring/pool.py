@@ -133,8 +133,7 @@ class RankProcesses:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    message, arrays = m.fetch(connection)
-                    replies[rank] = Reply(m.decode_answer(message), arrays)
+                    replies[rank] = Reply(*m.fetch(connection))
                 except (EOFError, OSError):
                     failed[rank] = "died"
         self._fresh = False
@@ -143,10 +142,7 @@ class RankProcesses:
     def _failure(self, failed: dict[int, str], broken: dict[int, m.Broke]) -> Exception:
         """End the ring; return an error that names a dead rank, else one that raised by itself, else a silent one."""
         dead, silent = ([rank for rank, how in failed.items() if how == kind] for kind in ("died", "hung"))
-        # A rank that complains of another one did not raise by itself.
-        lost = ("closed by peer", "Timed out", "timed out")
-        own = [rank for rank, error in broken.items() if not any(words in error.reason for words in lost)]
-        culprit = None
+        own, culprit = _culprits(broken), None
         if dead:
             what = f"{_ranks(dead)} of {self.world} {self._ends(dead)}"
         elif own or not silent:
@@ -207,6 +203,12 @@ def _environment() -> dict[str, str]:
     return variables
 
 
+def _culprits(broken: dict[int, m.Broke]) -> list[int]:
+    """Return the ranks that raised by themselves, and not because they lost another one."""
+    lost = ("closed by peer", "Timed out", "timed out")
+    return [rank for rank, error in broken.items() if not any(words in error.reason for words in lost)]
+
+
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
@@ -233,16 +235,10 @@ class GroupRanks:
             return replies
         if all(error.kind == "unsupported" for error in broken.values()):
             raise Unsupported(next(iter(broken.values())).reason)
-        self.alive = False
-        rank, error = next(iter(broken.items()))
+        rank = [*_culprits(broken), *broken][0]
+        error = broken[rank]
         text = f"rank {rank} of {self.world} raised {error.reason}\n{error.detail}"
         raise MemoryError(text) if error.kind == "out_of_memory" else RankFailed(text)
-
-    def of_size(self, world: int) -> GroupRanks:
-        """Return this group; raise UsageError if it has another number of ranks, which torchrun decides."""
-        if self.world != world:
-            raise UsageError(f"torchrun started {self.world} ranks, but world is {world}: set world={self.world}.")
-        return self
 
     def serve(self) -> None:
         """Answer until rank 0 closes; on every rank but 0."""
@@ -292,7 +288,10 @@ def adopted() -> bool:
 def ring(world: int, device: str, threads: int, timeout_s: float) -> RingOfRanks:
     """Return the living ring of that kind; start one if there is none."""
     if _group:
-        return _group[0].of_size(world)
+        found = _group[0].world
+        if found != world:
+            raise UsageError(f"torchrun started {found} ranks, but world is {world}: set world={found}.")
+        return _group[0]
     key = (world, device, threads, timeout_s)
     if key not in _rings or not _rings[key].alive:
         _rings[key] = RankProcesses(world, device, threads, timeout_s)

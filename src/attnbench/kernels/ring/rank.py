@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,7 +56,7 @@ class OwnRing:
         """Open a problem in a rank process, over the default process group."""
         problem, kernels = question.problem, TileKernels(question.shape, question.inner, device)
         work = work_of(problem, rank, kernels, pattern_of(question.shape))
-        work.prepare(device)
+        work.prepare()
         return cls(RingEngine(problem, rank, work), transport_of(problem, None))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:
@@ -64,7 +64,6 @@ class OwnRing:
         return self._engine.forward(q, k, v, self._transport, spans)
 
     def backward(self, inputs: Arrays, results: Arrays, dout: Tensor, spans: Spans | None = None) -> Grads:
-        """Return (dq, dk, dv) of the rank's own tokens."""
         return self._engine.backward(inputs, results, dout, self._transport, spans)
 
     def rotate(self, k: Tensor, v: Tensor, gradients: bool) -> bool:
@@ -86,7 +85,6 @@ class TemplatedRing:
         self._balance = question.problem.layout == "zigzag"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans | None = None) -> tuple[Tensor, ...]:
-        """Return (out, lse) of the rank's own rows."""
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         with torch.no_grad(), _template(self._balance) as template:
             out, lse, *_ = template._templated_ring_attention(
@@ -97,7 +95,6 @@ class TemplatedRing:
     def backward(
         self, inputs: Any, results: Any, dout: Tensor, spans: Spans | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the rank's own tokens."""
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
         def op(query: Any, key: Any, value: Any, **given: Any) -> Any:
@@ -135,10 +132,6 @@ def _template(balanced: bool) -> Iterator[Any]:
 
 
 Method = OwnRing | TemplatedRing
-METHODS: dict[str, Callable[[m.OpenProblem, int, torch.device], Method]] = {
-    "ring": OwnRing.open,
-    "templated": TemplatedRing,
-}
 
 
 def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Program:
@@ -183,10 +176,10 @@ class Rank:
         self._rank, self._methods, self._kept = rank, {}, {}
 
     def answer(self, question: m.Question, arrays: list[Tensor]) -> tuple[m.Answer, tuple[Tensor, ...]]:
-        """Answer one question; return the answer and its arrays."""
         given = [array.to(self.device) for array in arrays]
         if isinstance(question, m.OpenProblem):
-            method = self._methods[question.number] = METHODS[question.method](question, self._rank, self.device)
+            open_method = TemplatedRing if question.method == "templated" else OwnRing.open
+            method = self._methods[question.number] = open_method(question, self._rank, self.device)
             return m.Ready(list(method.used)), ()
         if isinstance(question, m.Forward):
             method = self._methods[question.number]
@@ -253,12 +246,12 @@ def serve(connection: Connection, start: tuple[Any, ...]) -> None:
     rank: Rank | None = None
     while True:
         try:
-            message, arrays = m.fetch(connection)
+            question, arrays = m.fetch(connection)
         except EOFError:
             return
         try:
             rank = rank or Rank(*start)
-            answer, results = rank.answer(m.decode_question(message), arrays)
+            answer, results = rank.answer(question, arrays)
         except Exception as error:
             answer, results = broke(error), ()
         m.post(connection, answer, results)

@@ -33,11 +33,6 @@ class TokenRun(NamedTuple):
     stride: int = 1
 
     @property
-    def end(self) -> int:
-        """Position just after the last token."""
-        return self.first + self.stride * (self.size - 1) + 1
-
-    @property
     def positions(self) -> np.ndarray:
         """Global positions in order."""
         return self.first + self.stride * np.arange(self.size)
@@ -69,7 +64,7 @@ def runs(layout: str, length: int, world: int, rank: int) -> tuple[TokenRun, ...
 
 def before(ordered: Sequence[TokenRun], limit: int) -> tuple[TokenRun, ...]:
     """Return the tokens of ordered runs that lie before position `limit`; a rank stores the dropped ones last."""
-    cut = (run._replace(size=len(range(run.first, min(limit, run.end), run.stride))) for run in ordered)
+    cut = (run._replace(size=min(run.size, len(range(run.first, limit, run.stride)))) for run in ordered)
     return tuple(run for run in cut if run.size)
 
 
@@ -103,11 +98,9 @@ class RingProblem(NamedTuple):
             raise UsageError("a ring needs at least one query and one key.")
 
     def q_sizes(self) -> tuple[int, ...]:
-        """Count the queries of each rank."""
         return sizes(self.layout, self.q_len, self.world)
 
     def kv_sizes(self) -> tuple[int, ...]:
-        """Count the keys of each rank."""
         return sizes(self.layout, self.kv_len, self.world)
 
 
@@ -128,7 +121,6 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of visible pairs."""
         rows, keys = self.shape
         return rows * (rows + 1) // 2 if self.causal else rows * keys
 
@@ -232,8 +224,9 @@ class RingSettings(NamedTuple):
             raise UsageError(f"world must be a whole number of at least 1, not {world!r}.")
         if isinstance(timeout_s, str) or not timeout_s > 0:
             raise UsageError(f"timeout_s must be positive, not {timeout_s!r}.")
-        check_layout(str(given["layout"]))
-        return cls(world, str(given["layout"]), str(given["inner"]), float(timeout_s))
+        layout = str(given["layout"])
+        check_layout(layout)
+        return cls(world, layout, str(given["inner"]), float(timeout_s))
 
 
 def check_inner(inner: object) -> None:

@@ -8,6 +8,7 @@ communication has no figure. `RingApparatus` measures one cell of several ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import count
@@ -43,11 +44,27 @@ Number = TypeVar("Number", int, float)
 _numbers = count()
 
 
-class ShardedCall:
-    """`(q, k, v) -> out`, or (out, lse), of whole arrays bshd."""
+class _Whole(torch.autograd.Function):
+    """Attention of whole arrays; the inputs are (q, k, v, call), the outputs (out, lse)."""
 
-    operation: type[torch.autograd.Function]
-    """Function (q, k, v, call) -> (out, lse) that computes the call."""
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, call: ShardedCall) -> Any:
+        wanted = any(ctx.needs_input_grad)
+        out, lse, ctx.state, arrays = call.forward((q, k, v), wanted)
+        ctx.call = call
+        if wanted:
+            # The whole arrays too, so that a second derivative by them is refused.
+            ctx.save_for_backward(q, k, v, *arrays)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *once(partial(ctx.call.backward, ctx.state), grads[0], *ctx.saved_tensors), None
+
+
+class ShardedCall(ABC):
+    """`(q, k, v) -> out`, or (out, lse), of whole arrays bshd."""
 
     def __init__(self, workload: Workload, settings: RingSettings, with_lse: bool = False) -> None:
         self.workload, self.settings, self._with_lse = workload, settings, with_lse
@@ -57,8 +74,16 @@ class ShardedCall:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Compute attention, differentiable; the LSE, float32, carries no gradient."""
-        out, lse = self.operation.apply(q, k, v, self)  # pyright: ignore[reportGeneralTypeIssues]
+        out, lse = _Whole.apply(q, k, v, self)  # pyright: ignore[reportGeneralTypeIssues]
         return (out, lse.float()) if self._with_lse else out
+
+    @abstractmethod
+    def forward(self, inputs: Shard, wanted: bool) -> tuple[Tensor, Tensor, Any, Sequence[Tensor]]:
+        """Return (out, lse), and what `backward` needs if a gradient is wanted: a state, and arrays to save."""
+
+    @abstractmethod
+    def backward(self, state: Any, dout: Tensor, *saved: Tensor) -> Grads:
+        """Return (dq, dk, dv); `saved` are the whole inputs, then the saved arrays."""
 
     def shards(self, q: Tensor, k: Tensor, v: Tensor) -> list[Shard]:
         """Copy out the shards of each rank."""
@@ -70,7 +95,6 @@ class ShardedCall:
         return array.detach().index_select(1, self.places(side, rank, array.device))
 
     def places(self, side: str, rank: int, device: torch.device) -> Tensor:
-        """Return the positions of a rank's tokens."""
         return _places(self.problem, side, rank, device)
 
 
@@ -90,29 +114,8 @@ class _KeptState:
         self.call.forget(self.number)
 
 
-class OverProcesses(torch.autograd.Function):
-    """Attention whose passes are computed by rank processes."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, call: RingCall) -> Any:
-        kept = _KeptState(call) if any(ctx.needs_input_grad) else None
-        out, lse = call.forward((q, k, v), -1 if kept is None else kept.number)
-        ctx.kept = kept
-        if kept is not None:
-            ctx.save_for_backward(q, k, v)  # only so that a second derivative by them is refused
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        kept = ctx.kept
-        return *once(lambda dout, *_: kept.call.backward(kept.number, dout), grads[0], *ctx.saved_tensors), None
-
-
 class RingCall(ShardedCall):
     """A call over rank processes."""
-
-    operation = OverProcesses
 
     def __init__(
         self, workload: Workload, settings: RingSettings, method: str = "ring", with_lse: bool = False
@@ -121,20 +124,19 @@ class RingCall(ShardedCall):
         self._method, self._number, self._forgotten = method, next(_numbers), []
         self._opened: pool.RingOfRanks | None = None
 
-    def forward(self, inputs: Shard, kept: int = -1) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); the ranks keep their state under the number `kept` unless it is -1."""
-        replies, q = self._step(m.Forward(self._number, kept), self.shards(*inputs)), inputs[0]
-        return self._gathered(replies, 0, "q", 1, q), self._gathered(replies, 1, "q", 2, q)
+    def forward(self, inputs: Shard, wanted: bool) -> tuple[Tensor, Tensor, Any, Sequence[Tensor]]:
+        state = _KeptState(self) if wanted else None
+        question = m.Forward(self._number, -1 if state is None else state.number)
+        replies, q = self._step(question, self.shards(*inputs)), inputs[0]
+        return self._gathered(replies, 0, "q", 1, q), self._gathered(replies, 1, "q", 2, q), state, ()
 
-    def backward(self, kept: int, dout: Tensor) -> Grads:
-        """Return (dq, dk, dv) of the forward pass that was kept."""
+    def backward(self, state: _KeptState, dout: Tensor, *saved: Tensor) -> Grads:
         shards = [(self.take(dout, "q", rank),) for rank in range(self.settings.world)]
-        replies = self._step(m.Backward(kept), shards)
+        replies = self._step(m.Backward(state.number), shards)
         dq, dk, dv = (self._gathered(replies, n, "q" if n == 0 else "kv", 1, dout) for n in range(3))
         return dq, dk, dv
 
     def inspect(self, inputs: Inputs, pass_: Pass) -> list[m.Inspected]:
-        """Return the figures of each rank."""
         shards = self.shards(*inputs[:3])
         question = m.Inspect(self._number, pass_)
         asked = [(question, (*shard, self.take(inputs.dout, "q", rank))) for rank, shard in enumerate(shards)]
@@ -178,62 +180,42 @@ class RingCall(ShardedCall):
         return whole.to(like.device)
 
 
-class InTurn(torch.autograd.Function):
-    """Attention whose passes are computed for one rank after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, ring: VirtualRing) -> Any:
-        shards = ring.shards(q, k, v)
-        pairs: Sequence[Pair] = [(shard[1], shard[2]) for shard in shards]
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        lse = None
-        parts = []
-        for rank, shard in enumerate(shards):
-            engine = ring.engine(rank, q.device)
-            part, part_lse, *own = engine.forward(*shard, VirtualTransport(pairs))
-            ring.inner = tuple(engine.work.kernels.used) or ring.inner
-            places = ring.places("q", rank, q.device)
-            lse = part_lse.new_empty(*part_lse.shape[:2], q.shape[1]) if lse is None else lse
-            out.index_copy_(1, places, part)
-            lse.index_copy_(2, places, part_lse)
-            parts.append((part, part_lse, *own))
-        if any(ctx.needs_input_grad):
-            # The whole arrays too, so that a second derivative by them is refused.
-            ctx.save_for_backward(q, k, v, *(x for shard, part in zip(shards, parts) for x in (*shard, *part)))
-        ctx.ring = ring
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *once(partial(_in_turn_backward, ctx.ring), grads[0], *ctx.saved_tensors), None
-
-
-def _in_turn_backward(ring: VirtualRing, dout: Tensor, *saved: Tensor) -> Grads:
-    """Return the gradients of the whole arrays, the first three saved; each rank's shards and results follow them."""
-    size = (len(saved) - 3) // ring.settings.world
-    by_rank = [saved[n : n + size] for n in range(3, len(saved), size)]
-    pairs: Sequence[Pair] = [(arrays[1], arrays[2]) for arrays in by_rank]
-    sums: list[Pair | None] = [None] * len(by_rank)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
-    for rank, (q, k, v, *results) in enumerate(by_rank):
-        engine, own_dout = ring.engine(rank, q.device), ring.take(dout, "q", rank)
-        part = engine.backward((q, k, v), results, own_dout, VirtualTransport(pairs, sums))
-        dq.index_copy_(1, ring.places("q", rank, q.device), part[0])
-        if len(by_rank) == 1:
-            sums[0] = part[1], part[2]
-    for rank, pair in enumerate(sums):
-        assert pair is not None
-        places = ring.places("kv", rank, dk.device)
-        dk.index_copy_(1, places, pair[0].to(dk.dtype))
-        dv.index_copy_(1, places, pair[1].to(dv.dtype))
-    return dq, dk, dv
-
-
 class VirtualRing(ShardedCall):
     """A call that computes the ranks' parts in turn."""
 
-    operation = InTurn
+    def forward(self, inputs: Shard, wanted: bool) -> tuple[Tensor, Tensor, Any, Sequence[Tensor]]:
+        (q, _, v), shards = inputs, self.shards(*inputs)
+        pairs: list[Pair] = [(shard[1], shard[2]) for shard in shards]
+        out, lse, saved = q.new_empty(*q.shape[:3], v.shape[-1]), torch.empty(0), []
+        for rank, shard in enumerate(shards):
+            engine, places = self.engine(rank, q.device), self.places("q", rank, q.device)
+            part, part_lse, *own = engine.forward(*shard, VirtualTransport(pairs))
+            self.inner = tuple(engine.work.kernels.used) or self.inner
+            if not rank:
+                lse = part_lse.new_empty(*part_lse.shape[:2], q.shape[1])
+            out.index_copy_(1, places, part)
+            lse.index_copy_(2, places, part_lse)
+            saved += [*shard, part, part_lse, *own]
+        return out, lse, None, saved
+
+    def backward(self, state: None, dout: Tensor, *saved: Tensor) -> Grads:
+        size = (len(saved) - 3) // self.settings.world
+        by_rank = [saved[n : n + size] for n in range(3, len(saved), size)]
+        pairs: list[Pair] = [(arrays[1], arrays[2]) for arrays in by_rank]
+        sums: list[Pair | None] = [None] * len(by_rank)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        for rank, (q, k, v, *results) in enumerate(by_rank):
+            engine, own_dout = self.engine(rank, q.device), self.take(dout, "q", rank)
+            part = engine.backward((q, k, v), results, own_dout, VirtualTransport(pairs, sums))
+            dq.index_copy_(1, self.places("q", rank, q.device), part[0])
+            if len(by_rank) == 1:
+                sums[0] = part[1], part[2]
+        for rank, pair in enumerate(sums):
+            assert pair is not None
+            places = self.places("kv", rank, dk.device)
+            dk.index_copy_(1, places, pair[0].to(dk.dtype))
+            dv.index_copy_(1, places, pair[1].to(dv.dtype))
+        return dq, dk, dv
 
     def engine(self, rank: int, device: torch.device) -> RingEngine:
         """Return a rank's plan and kernels, made once."""
@@ -294,7 +276,7 @@ def is_virtual(device: str, world: int) -> bool:
 class RingApparatus(TorchFramework):
     """TorchFramework for one cell over several ranks: clocks, memory and kernels are those of the ranks."""
 
-    def __init__(self, world: int, can_be_virtual: bool = True) -> None:
+    def __init__(self, world: int, can_be_virtual: bool) -> None:
         self._world, self._can_be_virtual = world, can_be_virtual
         self._calls: dict[int, tuple[OverRanks, Pass]] = {}
         self._seen: dict[int, list[m.Inspected]] = {}

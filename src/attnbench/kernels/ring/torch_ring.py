@@ -38,6 +38,8 @@ class TorchRing(Implementation):
     framework = "torch"
     tunables = TUNABLES
     by_name_only = BY_NAME_ONLY
+    can_be_virtual = True
+    """Whether one process computes all ranks if there are fewer accelerators."""
 
     def configured(self, config: Config) -> Self:
         check_inner(RingSettings.of(config).inner)
@@ -47,7 +49,7 @@ class TorchRing(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_ring_mask(workload))
+        return needs_ring_mask(workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)
@@ -58,7 +60,7 @@ class TorchRing(Implementation):
     def apparatus(self, framework: Any, config: Config) -> Any:
         from attnbench.kernels.ring.torch_calls import RingApparatus
 
-        return RingApparatus(RingSettings.of(config).world)
+        return RingApparatus(RingSettings.of(config).world, self.can_be_virtual)
 
     def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall, VirtualRing
@@ -73,6 +75,7 @@ class TorchTemplatedRing(TorchRing):
 
     name = "torch.ring-templated"
     tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
+    can_be_virtual = False
 
     def configured(self, config: Config) -> Self:
         RingSettings.of(config)
@@ -84,7 +87,6 @@ class TorchTemplatedRing(TorchRing):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         lengths = "takes as many keys as queries" if workload.q_len != workload.kv_len else None
         return first_reason(
-            self.available(environment),
             needs_dense_mask(workload),
             needs_dtype(workload, "float32", "bfloat16", "float16"),
             needs_equal_dims(workload),
@@ -92,11 +94,6 @@ class TorchTemplatedRing(TorchRing):
             needs_positive_scale(workload),
             lengths,
         )
-
-    def apparatus(self, framework: Any, config: Config) -> Any:
-        from attnbench.kernels.ring.torch_calls import RingApparatus
-
-        return RingApparatus(RingSettings.of(config).world, can_be_virtual=False)
 
     def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall

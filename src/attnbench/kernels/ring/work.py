@@ -44,7 +44,7 @@ class TileKernels:
     """
 
     def __init__(self, shape: Workload, inner: str, device: torch.device) -> None:
-        self._shape, self._inner, self._device = shape, inner, device.type
+        self._shape, self._inner, self.device = shape, inner, device
         self._made: dict[Any, Partial] = {}
         self.batch = shape.batch
         """Batch rows of the whole problem."""
@@ -63,7 +63,7 @@ class TileKernels:
             given = dict(zip(("batch", "q_len", "kv_len", "heads", "kv_heads"), sizes))
             given |= {"mask": Causal() if causal else Full(), "scale": self._shape.softmax_scale}
             workload = msgspec.structs.replace(self._shape, **given, source="", tags=())
-            name, self._made[key] = choose(self._inner, workload, self._device, rules)
+            name, self._made[key] = choose(self._inner, workload, self.device.type, rules)
             self.used[name] = None
         return self._made[key]
 
@@ -99,7 +99,7 @@ class DenseWork:
         self.kernels = kernels
         self._steps = schedule.schedule(problem, rank, limit)
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self) -> None:
         """Choose every kernel now: a refusal must come before the first message to another rank."""
         for step in self._steps:
             for tile in step.tiles:
@@ -254,20 +254,18 @@ class DilatedWork:
     def __init__(
         self, problem: RingProblem, rank: int, kernels: TileKernels, pattern: Pattern, limit: int | None = None
     ) -> None:
-        self.kernels, self._pattern = kernels, pattern
+        self.kernels = kernels
         self.channels = len(pattern.mask.segment_lengths) if pattern.detached else 1
-        self._plan = plan(problem, rank, pattern, limit)
-        self._indices: dict[torch.device, list[list[_Gather]]] = {}
+        turns = plan(problem, rank, pattern, limit)
+        self._gathers = [[_Gather(call, pattern, kernels.device) for call in turn] for turn in turns]
 
-    def prepare(self, device: torch.device) -> None:
-        """Choose every kernel, as in `DenseWork`."""
-        for gathers in self._on(device):
+    def prepare(self) -> None:
+        for gathers in self._gathers:
             for gather in gathers:
                 gather.kernel(self.kernels, self.kernels.batch)
 
     def attend(self, turn: int, q: Tensor, pair: Pair, sums: Sums) -> None:
-        """Merge the attention to this turn's keys into `sums`."""
-        for gather in self._on(q.device)[turn]:
+        for gather in self._gathers[turn]:
             out, lse = sums[gather.call.branch if self.channels > 1 else 0]
             views = gather.queries(q), gather.keys(pair[0]), gather.keys(pair[1])
             part = gather.kernel(self.kernels, q.shape[0])[0](*views)
@@ -277,9 +275,8 @@ class DilatedWork:
             gather.put_rows(lse, total_lse)
 
     def differentiate(self, turn: int, q: Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
-        """Add this turn's gradients to `grads`."""
         outs, lse, dout = whole
-        for gather in self._on(q.device)[turn]:
+        for gather in self._gathers[turn]:
             out = outs[gather.call.branch if self.channels > 1 else 0]
             views = gather.queries(q), gather.keys(pair[0]), gather.keys(pair[1])
             of_whole = gather.queries(out), gather.rows(lse), gather.queries(dout)
@@ -287,11 +284,6 @@ class DilatedWork:
             gather.put_queries(grads[0], gather.queries(grads[0]) + dq)
             gather.add_keys(grads[1], dk)
             gather.add_keys(grads[2], dv)
-
-    def _on(self, device: torch.device) -> list[list[_Gather]]:
-        if device not in self._indices:
-            self._indices[device] = [[_Gather(call, self._pattern, device) for call in turn] for turn in self._plan]
-        return self._indices[device]
 
 
 @lru_cache(maxsize=64)
@@ -346,7 +338,6 @@ class _Gather:
         x[:, self._rows[:, None], self._heads] = values.unflatten(0, (-1, self._stack)).flatten(1, 2).to(x.dtype)
 
     def put_rows(self, x: Tensor, values: Tensor) -> None:
-        """Write back what `rows` gathered."""
         x[:, self._heads[:, None], self._rows] = values.unflatten(0, (-1, self._stack)).transpose(1, 2).flatten(2, 3)
 
     def add_keys(self, x: Tensor, values: Tensor) -> None:
@@ -364,13 +355,11 @@ class LimitedWork:
         self.kernels, self.channels = parts[0][1].kernels, parts[0][1].channels
 
     def attend(self, turn: int, q: Tensor, pair: Pair, sums: Sums) -> None:
-        """Merge the attention to this turn's keys into `sums`."""
         for rows, work in self._parts:
             own = [(out[rows], lse[rows]) for out, lse in sums]
             work.attend(turn, q[rows], (pair[0][rows], pair[1][rows]), own)
 
     def differentiate(self, turn: int, q: Tensor, pair: Pair, whole: Whole, grads: Grads) -> None:
-        """Add this turn's gradients to `grads`."""
         outs, lse, dout = whole
         for rows, work in self._parts:
             own = tuple(out[rows] for out in outs), lse[rows], dout[rows]
