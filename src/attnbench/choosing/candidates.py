@@ -10,7 +10,7 @@ from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Place, Shape, shape_of
 from attnbench.results.families import Track, length, tracks
 from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import Places, Setback, Standing, Standings, by_date, setbacks, supersedes
+from attnbench.results.standings import RecordPlaces, Setback, Standing, Standings, by_date, setbacks, supersedes
 from attnbench.spec import Ok, Record, Workload
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -178,7 +178,7 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
     def cell_of(record: Record) -> tuple[str, str, str]:
         return device_of(record), framework_of(record), record.cell.id
 
-    known = Places()
+    known = RecordPlaces()
     places = {cell_of(record): known.of(record)[1] for record in candidates}
     for device in dict.fromkeys(map(device_of, records)):
         for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():

@@ -291,7 +291,7 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
     versions, threads and a processor for which the record counts. A crash, a timeout and a lack of memory say nothing
     of its numbers.
     """
-    places = Places()
+    places = RecordPlaces()
     judged: dict[tuple[str, str], list[Ok | Incorrect]] = {}
     losses: dict[tuple[str, str], Failed | OutOfMemory | Timeout] = {}
     found: list[Setback] = []
@@ -326,7 +326,7 @@ def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
     return verdict
 
 
-def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: Places) -> Incorrect | None:
+def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: RecordPlaces) -> Incorrect | None:
     """Return the verdict of a place where a timed record would count and its cell is incorrect; None without one."""
     for one in (one for one in newer if isinstance(one, Incorrect)):
         environment, place = places.of(one)
@@ -337,7 +337,7 @@ def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: 
     return None
 
 
-class Places:
+class RecordPlaces:
     """The places of records as a policy tells them apart, each worked out once for an environment and a framework."""
 
     def __init__(self) -> None:
