@@ -290,7 +290,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _
 
     layout = "bhsd" if words.layout == "bhsd" else "bshd"
     grads = of_both(
-        lambda dout: backward(*saved, dout), lambda dlse: through_lse(backward, layout, *saved, dlse),
+        lambda dout: backward(*saved, dout), lambda dlse: through_lse(backward, layout, *[*saved, dlse]),
         dout, dlse if words.return_lse else None,
     )  # fmt: skip
     return *grads, None

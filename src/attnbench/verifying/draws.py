@@ -265,7 +265,7 @@ class Draws:
         first = self._canonical[0]
         if name.startswith(SCALED):
             scale = np.array(float(name.removeprefix(SCALED)))
-            return Inputs(*(self.framework.multiply(x, scale) for x in first[:3]), first.dout)
+            return Inputs(*[*(self.framework.multiply(x, scale) for x in first[:3]), first.dout])
         if name in ("counted", "shifted"):
             shifted = name == "shifted"
             return probes.counted(self.framework, self.device, self.workload, first, self.seed, shifted)

@@ -156,7 +156,7 @@ class Examination:
     noted: dict[str, Any] = field(default_factory=dict)
     """Fields of Errors that checks fill in: lse, stability, hidden_nan."""
     notes: list[str] = field(default_factory=list)
-    """As in Findings."""
+    """Notes of Findings."""
 
     @property
     def outputs(self) -> dict[str, Array]:

@@ -37,7 +37,7 @@ class Truth(NamedTuple):
 
     def cancelling(self, name: str) -> np.ndarray | None:
         """Return the sizes of the terms that cancel in each row of dq or dk; None for other outputs or if unknown."""
-        return dict(zip(("dq", "dk"), self.cancelling_grads or ())).get(name)
+        return {"dq": grads[0], "dk": grads[1]}.get(name) if (grads := self.cancelling_grads) else None
 
 
 def named(results: Sequence[np.ndarray], name: str) -> np.ndarray:

@@ -217,7 +217,7 @@ def differentiable(pair: Partial, with_lse: bool) -> Call:
         if not with_lse:
             return backward(*saved, grad)
         dq, dk, dv = backward(*saved, grad[0])
-        more_dq, more_dk = _through_lse(backward, *saved, grad[1])
+        more_dq, more_dk = _through_lse(backward, *[*saved, grad[1]])
         return dq + more_dq, dk + more_dk, dv
 
     call = jax.custom_vjp(lambda q, k, v: kept(q, k, v)[0])

@@ -118,7 +118,7 @@ def _gradients(backward: Function, layout: Layout, *arrays: Any) -> Gradients:
         # Kernels expect the strides of the output; autograd may pass any view.
         return backward(*saved, dout if dout.stride() == out.stride() else torch.empty_like(out).copy_(dout))
 
-    return of_both(of_out, lambda dlse: through_lse(backward, layout, *saved, dlse), dout, dlse)
+    return of_both(of_out, lambda dlse: through_lse(backward, layout, *[*saved, dlse]), dout, dlse)
 
 
 def of_both(

@@ -176,7 +176,7 @@ class Sharded:
             results = ahead(q, k, v)
             return results, (q, k, v, *results)
 
-        attend.defvjp(keep, lambda kept, cotangents: back(*kept, cotangents[0]))
+        attend.defvjp(keep, lambda kept, cotangents: back(*[*kept, cotangents[0]]))
         return attend if with_lse else lambda q, k, v: attend(q, k, v)[0]
 
     @cached_property
