@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from attnbench.errors import UsageError
-from attnbench.impls.conditions import needs_device
+from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.impls.partial.torch_passes import nothing_yet
 from attnbench.kernels import WithLse
 from attnbench.kernels.ring.schedule import Tile, TokenRun, block_tiles, check_inner, needs_dense_mask, problem_of
@@ -43,7 +43,7 @@ class Chunked(WithLse):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return needs_dense_mask(workload)
+        return first_reason(self.available(environment), needs_dense_mask(workload))
 
     def both(self, workload: Workload, config: Config) -> Call:
         plan = TilePlan(workload, {**self.tunables, **config})

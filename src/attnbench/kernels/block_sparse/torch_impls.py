@@ -182,6 +182,7 @@ class BlockSparseTriton(BlockSparse):
         split = split_blocks(workload.visible_mask)
         unknown = interpreted() and workload.dtype == "bfloat16"
         return first_reason(
+            self.available(environment),
             needs_blocks(workload),
             beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
             "Triton's interpreter cannot multiply bfloat16" if unknown else None,
@@ -235,6 +236,7 @@ class Selected(WithLse):
         unfit = mask.weighted or mask.interval(workload.mask_shape) is None
         kinds = ("float32", "bfloat16", "float16", *(("float64",) if environment.device == "cpu" else ()))
         return first_reason(
+            self.available(environment),
             None if workload.inputs == "structured" else "declares its error for structured inputs only",
             needs_forward(workload),
             f"takes masks that leave each row one run of keys, not {mask.id}" if unfit else None,

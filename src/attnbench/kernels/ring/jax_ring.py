@@ -179,7 +179,11 @@ class OverMesh(Implementation):
         return f"needs at least two devices in one process, not {count}{hint}" if count < 2 else None
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(needs_dense_mask(workload), needs_dtype(workload, "float64", "float32", "bfloat16"))
+        return first_reason(
+            self.available(environment),
+            needs_dense_mask(workload),
+            needs_dtype(workload, "float64", "float32", "bfloat16"),
+        )
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)

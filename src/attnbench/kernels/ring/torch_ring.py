@@ -49,7 +49,7 @@ class TorchRing(Implementation):
         return needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return needs_ring_mask(workload)
+        return first_reason(self.available(environment), needs_ring_mask(workload))
 
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, config, with_lse=False)
@@ -87,6 +87,7 @@ class TorchTemplatedRing(TorchRing):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         lengths = "takes as many keys as queries" if workload.q_len != workload.kv_len else None
         return first_reason(
+            self.available(environment),
             needs_dense_mask(workload),
             needs_dtype(workload, "float32", "bfloat16", "float16"),
             needs_equal_dims(workload),
