@@ -7,6 +7,7 @@ import pytest
 from attnbench import masks, registry
 from attnbench.dispatch.attention import attention
 from attnbench.errors import Unsupported, UsageError
+from attnbench.frameworks import environment_of
 from attnbench.run import protocol as p
 from attnbench.run.launch import Listener, Request, plan_only
 from attnbench.run.remote import Local
@@ -325,7 +326,7 @@ GPU_PAIRS = [
 def test_on_a_gpu(names, mask, head_dim):
     w = Workload(batch=2, q_len=160, heads=4, head_dim=head_dim, dtype="bfloat16", mask=mask, pass_="train")
     config = dict(zip(("forward", "backward"), names.split("/")))
-    where = torch_pair.environment_of("cuda")
+    where = environment_of("torch", "cuda")
     reason = PAIR.configured(config).supports(w, where)
     if reason is not None:
         pytest.skip(reason)
