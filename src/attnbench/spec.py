@@ -298,7 +298,7 @@ class Implementation(ABC):
     traceable: bool = False
     """Whether torch.compile may trace the calls; if not, each call is one opaque operator."""
     any_kv_len: bool = False
-    """Whether a call that was built for a full mask computes any number of keys."""
+    """Whether a call that was built for a full mask computes any number of keys; believed of ours alone."""
     lse_gradient: bool = False
     """Whether the LSE of `build_lse` is differentiable; if not, asking for its gradient is an error."""
     compiles_each_plan: bool = False

@@ -277,3 +277,29 @@ def test_a_kernel_that_is_not_ours_gets_dense_arrays(framework):
         registry.register(Dense(None, framework, "mine.dense"))
         ab.attention(*arrays, impl="mine.dense")
     assert seen == [True, True, True]
+
+
+def test_calls_of_an_implementation_that_writes_into_itself_do_not_disturb_each_other():
+    class Keeps(registry.Function):
+        def build(self, workload, config):
+            self.inner = registry.get("numpy.reference").build(workload, {})
+            return lambda *arrays: self.inner(*arrays)
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 6, 2, 8), np.float32) for _ in range(3)]
+    with registry.restored():
+        registry.register(Keeps(None, "numpy", "mine.keeps"))
+        ask = lambda **words: ab.attention(*arrays, impl="mine.keeps", **words)  # noqa: E731
+        full, _, again = ask(), ask(mask=ab.masks.causal()), ask()
+    assert np.array_equal(full, again)
+
+
+def test_a_claim_to_take_any_number_of_keys_is_believed_of_ours_alone():
+    from attnbench.dispatch.choice import takes_any_length
+
+    claims = registry.Function(lambda q, k, v: q, "torch", "mine.claims")
+    claims.any_kv_len = True
+    with registry.restored():
+        registry.register(claims)
+        assert not takes_any_length(claims)
+    assert takes_any_length(registry.get("torch.sdpa"))

@@ -439,3 +439,19 @@ def test_gpu_facts():
     environment = FRAMEWORK.environment(FRAMEWORK.devices()[0])
     assert environment.memory_bytes > environment.free_bytes > 0
     assert environment.capability is not None
+
+
+def test_weights_of_a_mask_do_not_depend_on_the_users_default_dtype():
+    from attnbench.frameworks.torch.plain import mask_tensors
+    from attnbench.spec import Workload
+
+    mask = masks.dilated([4, 16], [1, 3]) & masks.causal()
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, mask=mask)
+    want = mask_tensors(workload, torch.device("cpu")).weight
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        got = mask_tensors(workload, torch.device("cpu")).weight
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got.dtype == want.dtype == torch.float32
+    assert torch.equal(got, want)

@@ -263,3 +263,19 @@ def test_memory_of_another_library_makes_the_peak_unknown(monkeypatch):
     found = memory_of(numpy_scores, monkeypatch)
     assert found.peak_bytes is None
     assert "memory that torch does not count" in found.reason
+
+
+KEEPS = """
+import numpy as np
+from attnbench.frameworks.host_memory import allocated
+for size in (40 << 20, 33 << 20):  # once a block is freed, malloc keeps blocks up to its size in the heap
+    np.ones(size, np.uint8)
+before = allocated()
+kept = np.ones(30 << 20, np.uint8)
+print(allocated() - before)
+"""
+
+
+def test_what_is_kept_is_seen_in_the_heap_too():
+    done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
+    assert abs(int(done.stdout) - (30 << 20)) < 1 << 20

@@ -423,3 +423,32 @@ def test_an_implementation_that_keeps_what_it_was_built_for_last():
     with pytest.raises((Wrong, RuntimeError)):
         examine(bench.subject(kernel, workload), thorough=True, build=lambda w: kernel.build(w, {}))
     examine(bench.subject(kernel, workload), thorough=False)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward", "train"])
+@pytest.mark.parametrize("name", ["torch.eager", "torch.sdpa-math"])
+def test_a_scale_of_0_in_float16(name: str, pass_: str):
+    workload = Workload(batch=1, q_len=24, heads=2, head_dim=16, dtype="float16", scale=0.0, pass_=pass_)  # pyright: ignore
+    assert mutations.Bench("cpu").verdict(registry.get(name), workload) == ("ok", "")
+
+
+def test_a_scale_whose_effect_is_too_small_to_square():
+    workload = Workload(
+        batch=1, q_len=24, heads=2, head_dim=16, mask=masks.window(1), softcap=1e4, scale=-1.0, pass_="backward"
+    )
+    assert mutations.Bench("cpu").verdict(registry.get("torch.eager"), workload) == ("ok", "")
+
+
+def test_queries_keys_and_values_in_one_array():
+    class Scales(Eager):
+        def call(self, inner: Any, arrays: Any) -> Any:
+            q, k, v = arrays
+            q.mul_(2.0)
+            out = inner(q / 2, k, v)
+            q.mul_(0.5)
+            return out
+
+    status, reason = mutations.Bench("cpu").verdict(Scales(), Workload(batch=1, q_len=16, heads=2, head_dim=8))
+    assert (status, reason.partition(":")[0]) == (
+        "incorrect", "the output is wrong if Q, K and V are the same array"
+    )  # fmt: skip

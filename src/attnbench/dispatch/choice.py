@@ -245,9 +245,15 @@ def why_not_auto(name: str, config: Config, demand: Demand, named: Collection[st
         return f"is for verification only: {implementation.verify_only}"
     if implementation.by_name_only and name not in named:
         return f"is used only if asked for by name: {implementation.by_name_only}"
-    if demand.any_kv_len and not implementation.any_kv_len:
+    if demand.any_kv_len and not takes_any_length(implementation):
         return "is built for a fixed number of keys"
     return ruled_out(implementation, demand.workload, demand.rules)
+
+
+def takes_any_length(implementation: Implementation) -> bool:
+    """Return whether one call may serve all numbers of keys: a claim that is believed of our own implementations only,
+    because a call is verified for the number that it was built for."""
+    return implementation.any_kv_len and registry.origin(implementation.name) == registry.OURS
 
 
 def why_not(name: str, config: Config, demand: Demand) -> str | None:

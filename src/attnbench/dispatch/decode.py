@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attnbench import policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.array_masks import with_torch_array
-from attnbench.dispatch.choice import TAKE_ARRAYS, chosen, decide
+from attnbench.dispatch.choice import TAKE_ARRAYS, chosen, decide, takes_any_length
 from attnbench.dispatch.demand import Words, demand_of
 from attnbench.dispatch.plan import Plans, running
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
@@ -59,7 +59,7 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) ->
     demand = demand_of(q, k, v, words, False)
     decision = decide(words.impl, demand)
     fixed = decision.evidence is not None or words.impl != "auto"
-    if fixed and not (decision.pick is not None and decision.pick.any_kv_len):
+    if fixed and not (decision.pick is not None and takes_any_length(decision.pick)):
         return PLAN_EACH_LENGTH
     return running(words.impl, demand._replace(any_kv_len=True), words.layout)
 

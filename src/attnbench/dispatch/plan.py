@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from copy import copy
 from functools import cache, lru_cache
 from threading import Lock, local
 from typing import Any, NoReturn
@@ -138,6 +139,8 @@ class AutoChoice:
 def built(pick: Implementation, config: Config, demand: Demand, layout: str, prepare_for: Any = None) -> Call:
     """Return the call of an implementation in the caller's layout; its arrays are made now if a device is given."""
     workload = demand.workload
+    if origin(pick.name) != OURS:
+        pick = copy(pick)  # what its `build` writes into itself must not change calls that are kept for other shapes
     outside_traces: Any = nullcontext()
     if demand.framework == "jax":
         import jax

@@ -24,7 +24,8 @@ RESET_PEAK = "5"
 
 
 class _Mallinfo(ctypes.Structure):
-    """The result of glibc's mallinfo2: ten numbers, of which the fifth is the size of large blocks."""
+    """The result of glibc's mallinfo2: ten numbers, of which the fifth is the size of large blocks and the eighth what
+    is in use of the heap."""
 
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
@@ -55,8 +56,9 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def large_blocks() -> int | None:
-    """Return the bytes of all large blocks that the process holds: blocks that malloc took one by one from the system.
+def allocated() -> int | None:
+    """Return the bytes that the process holds of the C library: large blocks, which malloc took from the system one by
+    one, and what is in use of its heap, where large blocks lie too once some were freed.
 
     Whichever library asked for them counts. None if the C library does not say.
     """
@@ -66,7 +68,8 @@ def large_blocks() -> int | None:
     if function is None:
         return None
     function.restype = _Mallinfo
-    return int(function().numbers[4])
+    numbers = function().numbers
+    return int(numbers[4] + numbers[7])
 
 
 def resident_growth(call: Callable[[], Any]) -> int | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from attnbench.errors import UnknownName, Unsupported
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, unseen
-from attnbench.frameworks.host_memory import host_memory, large_blocks
+from attnbench.frameworks.host_memory import allocated, host_memory
 from attnbench.masks import Namespace
 from attnbench.processes import mapped_files
 from attnbench.spec import Array, Call, Environment, Layout, Pass
@@ -222,7 +222,7 @@ class NumpyFramework(Framework):
         return Peak(peak, method="tracemalloc (NumPy reports every buffer)")
 
     def held(self, device: str) -> int | None:
-        return large_blocks()
+        return allocated()
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
         return None, "NumPy has no profiler of its own"

@@ -147,7 +147,8 @@ class BlockSparseAttention(_SparseAttention):
             raise UsageError('pattern "learned" needs gate=, a BlockGate(heads, head_dim) trained with train_gate.')
         self.gate = gate
         self.pool = _checked_pool(pool, gate, block_size, scale) if pattern in BY_CONTENT else POOL
-        self.register_buffer("threshold", torch.tensor(float("nan") if threshold is None else float(threshold)))
+        value = float("nan") if threshold is None else float(threshold)
+        self.register_buffer("threshold", torch.tensor(value, dtype=torch.float32))
 
     def _asked(self) -> dict[str, Any]:
         asked = {"sparsity": self.sparsity, "pattern": self.pattern}

@@ -90,7 +90,7 @@ CHECKS = (
     Check("light keys beside a heavy one", "1 call, the reference of sampled rows and heads",
           lambda e: _check_sinks(e), exact=True, after=True),
     Check("Q, K and V in another order of memory", "1 call; only noted", check_strided_inputs),
-    Check("K and V in one array", "2 calls", check_shared_memory),
+    Check("inputs in one array", "2 or 4 calls", check_shared_memory),
     Check("dO in another order of memory", "4 calls, if the pass has gradients", check_strided_dout),
     Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",
           check_scale_and_softcap, exact=True, after=True),

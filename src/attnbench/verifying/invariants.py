@@ -206,7 +206,8 @@ def check_strided_inputs(examination: Examination) -> tuple[str, ...]:
 
 
 def check_shared_memory(examination: Examination) -> tuple[str, ...]:
-    """Check that results are right if V is the array of K, as in latent attention; return the property.
+    """Check that results are right if V is the array of K, as in latent attention, and if Q is too where all three have
+    one shape; return the property.
 
     A kernel that changes an input and then restores it reads the changed one as the other.
     """
@@ -214,11 +215,15 @@ def check_shared_memory(examination: Examination) -> tuple[str, ...]:
     framework, inputs = subject.framework, subject.inputs[0]
     if not framework.overwrites or w.head_dim != w.value_dim:
         return ()
-    (copy,) = framework.snapshot((inputs.k,))
-    right = subject.outputs(inputs._replace(v=copy))
-    if wrong := _first_apart(subject, right, subject.outputs(inputs._replace(v=inputs.k)), examination.limits):
-        raise Wrong(f"{wrong[0]} is wrong if V is the same array as K: {wrong[1]}")
-    return ("K and V in one array",)
+    one = inputs.k
+    cases = {"V is the same array as K": inputs._replace(v=one)}
+    if inputs.q.shape == one.shape:
+        cases["Q, K and V are the same array"] = inputs._replace(q=one, v=one)
+    for words, shared in cases.items():
+        right = subject.outputs(type(inputs)(*framework.snapshot(tuple(shared))))
+        if wrong := _first_apart(subject, right, subject.outputs(shared), examination.limits):
+            raise Wrong(f"{wrong[0]} is wrong if {words}: {wrong[1]}")
+    return ("inputs in one array",)
 
 
 def check_strided_dout(examination: Examination) -> tuple[str, ...]:

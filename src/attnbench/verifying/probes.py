@@ -75,9 +75,9 @@ LARGEST_NORMAL = 8.0
 """Bound of the sum of two normal numbers."""
 TAIL = 8
 """One token in so many is at the end of the keys that `zeros` pads with zeros."""
-SINK_LOGIT, SINK_SHARE = 9.0, 1 / 64
-"""Logit of the heavy keys of `sinks`, where light ones have 0, and share of heavy keys: weights of light keys are still
-normal numbers of float16."""
+SINK_LOGITS, SINK_LOGIT, SINK_SHARE = {"float16": 9.0}, 14.0, 1 / 64
+"""Logit of the heavy keys of `sinks`, where light ones have 0, and share of heavy keys. In float16 the weights of light
+keys are then still normal numbers."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -240,7 +240,7 @@ def pointed(framework: Framework, device: str, workload: Workload, normal: Input
     flat = xp.reshape(normal.k, (-1, w.head_dim))
     length = pointed_logit(w) / (abs(w.softmax_scale) * w.head_dim or 1.0)
     sign = -1.0 if w.softmax_scale < 0 else 1.0
-    power = max(0, ceil(log2(LARGEST_NORMAL * length / LARGEST[w.dtype])))
+    power = ceil(log2(max(1.0, LARGEST_NORMAL * length / LARGEST[w.dtype])))
     picked = [flat[framework.namespace(device).asarray(keys)] for keys in (first, second)]
     q = framework.cast(framework.multiply(picked[0] + picked[1], np.array(sign * length / 2.0**power)), w.dtype)
     return normal._replace(q=q, k=framework.multiply(normal.k, np.array(2.0**power)) if power else normal.k)
@@ -266,7 +266,8 @@ def sinks(framework: Framework, device: str, workload: Workload, normal: Inputs,
     w, rng = workload, np.random.default_rng([seed, 18])
     heavy = rng.random(w.kv_len) < SINK_SHARE
     heavy[0] = True
-    logit = min(SINK_LOGIT, inf if w.softcap is None else NEAR_CAP * w.softcap, _largest_logit(w))
+    capped = inf if w.softcap is None else NEAR_CAP * w.softcap
+    logit = min(SINK_LOGITS.get(w.dtype, SINK_LOGIT), capped, _largest_logit(w))
     channels = _channels(w)
     size = (logit / (channels * abs(w.softmax_scale))) ** 0.5 if w.softmax_scale else 1.0
     axis = np.zeros((w.kv_heads, w.head_dim), np.float32)

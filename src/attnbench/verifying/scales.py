@@ -276,12 +276,12 @@ def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: f
     """
     error, slope = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (errors, slopes))
     weights = np.einsum("ij,ij->i", slope, slope)
-    size = float(weights.sum())
-    if not size > 0:
+    size, squares = float(weights.sum()), float(weights @ weights)
+    if not squares > 0:  # slopes may be so small that their squares are 0
         return 0.0, float("inf")
     found = float(np.vdot(error, slope)) / size
     rest = np.einsum("ij,ij->i", error - found * slope, slope)
-    rows = size**2 / float(weights @ weights)
+    rows = size**2 / squares
     if rows < 2:
         return found, float("inf")
     from scipy.special import stdtrit

@@ -18,7 +18,7 @@ import torch
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, Watched
-from attnbench.frameworks.host_memory import large_blocks
+from attnbench.frameworks.host_memory import allocated
 from attnbench.frameworks.numpy import cpu_facts, versions
 from attnbench.frameworks.torch.clocks import CLOCKS
 from attnbench.frameworks.torch.internals import functions, refuse_modes, settings
@@ -160,7 +160,7 @@ class TorchFramework(Framework):
 
     def held(self, device: str) -> int | None:
         if device == "cpu":
-            return large_blocks()
+            return allocated()
         module = torch.get_device_module(_torch_device(device))
         return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else None
 

@@ -41,7 +41,8 @@ class TorchNamespace:
 
     def log(self, x: torch.Tensor, /) -> torch.Tensor:
         """Return the natural logarithm of each element."""
-        return x.double().log() if self._exact else x.log()
+        wide = x.double() if self._exact else x.float()  # counts are integers, and their default dtype is the user's
+        return wide.log()
 
     def where(self, condition: torch.Tensor, x: torch.Tensor | float, y: torch.Tensor | float, /) -> torch.Tensor:
         """Choose x or y per element; both may be plain numbers."""

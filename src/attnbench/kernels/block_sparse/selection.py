@@ -78,7 +78,7 @@ def pooled(x: torch.Tensor, pool: int) -> torch.Tensor:
     tokens = x.shape[2]
     missing = -tokens % pool
     runs = torch.nn.functional.pad(x.float(), (0, 0, 0, missing)).unflatten(2, (-1, pool)).sum(3)
-    sizes = torch.full((runs.shape[2], 1), float(pool), device=x.device)
+    sizes = torch.full((runs.shape[2], 1), float(pool), dtype=torch.float32, device=x.device)
     sizes[-1] -= missing
     return runs / sizes
 
