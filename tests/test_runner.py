@@ -332,9 +332,11 @@ def test_results_are_a_list_that_knows_names(bench):
 def test_devices_are_named_as_torch_names_them():
     import torch
 
-    assert [runner._device_name(x) for x in (None, "cuda", "cuda:0", torch.device("cuda:1"), torch.device("cpu"))] == [
+    assert [runner._device_name(x) for x in (None, "cuda", "cuda:0", torch.device("cuda:0"), torch.device("cpu"))] == [
         None, "cuda", "cuda", "cuda", "cpu",
     ]  # fmt: skip
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=1"):
+        runner._device_name(torch.device("cuda:1"))
     with pytest.raises(UsageError, match="tpu"):
         ab.verify("numpy.float32", WORKLOAD, device="tpu")
 

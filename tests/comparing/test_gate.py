@@ -522,6 +522,13 @@ def test_two_run_files_are_judged_relative_to_their_anchors(tmp_path, factor, ou
     assert any("no controls" in text for text in report.warnings)
 
 
+def test_a_run_that_is_judged_against_itself_says_so(tmp_path):
+    old, new = stored(tmp_path / "old", 5e6), stored(tmp_path / "new", 5.05e6)
+    assert [any("nothing new was judged" in text for text in judge(old, one).warnings) for one in (old, new)] == [
+        True, False,
+    ]  # fmt: skip
+
+
 def test_runs_of_other_machines_are_refused_with_the_field(tmp_path):
     other = msgspec.structs.replace(CPU, cores=CPU.cores + 6)
     with pytest.raises(UsageError, match=r"cores is \d+ in the baseline and \d+ in the current run"):

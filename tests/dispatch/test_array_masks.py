@@ -8,6 +8,7 @@ import pytest
 import attnbench as ab
 from attnbench.dispatch import array_masks
 from attnbench.dispatch.array_masks import attention_with_array
+from attnbench.dispatch.demand import Words
 from attnbench.errors import InvalidWorkload, Unsupported
 
 SHAPES = [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8)]
@@ -219,7 +220,7 @@ def test_the_choice_knows_what_torch_was_told():
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        demand = array_masks._demand(*arrays, False, "forward", None, "bshd", "torch")
+        demand = array_masks._demand(*arrays, Words(None, None, None, "auto", "bshd", None, False), False, "torch")
     finally:
         torch.use_deterministic_algorithms(before)
     assert demand.rules.deterministic

@@ -104,10 +104,10 @@ class Blinkered(Implementation):
 class Boastful(Implementation):
     """Computes exactly what is asked, and reports another amount of work, or of recall."""
 
-    name, framework = "torch.boastful", "torch"
+    framework = "torch"
 
-    def __init__(self, figures: dict[str, float], approximate: bool = False, with_lse: bool = True) -> None:
-        self.figures, self.approximate, self.with_lse = figures, approximate, with_lse
+    def __init__(self, name: str, figures: dict[str, float], approximate: bool = False, with_lse: bool = True) -> None:
+        self.name, self.figures, self.approximate, self.with_lse = name, figures, approximate, with_lse
         self.declared_error, self.declared_recall = (0.1, 0.9) if approximate else (None, None)
 
     def supports(self, workload, environment):
@@ -126,8 +126,8 @@ class Boastful(Implementation):
 @pytest.mark.parametrize("work", [2.0, 0.01])
 def test_the_work_of_an_exact_kernel_is_that_of_the_workload(verified, work):
     with registry.restored():
-        registry.register(Boastful({"work": work}))
-        record = verified("torch.boastful", Workload(**SHAPE))
+        registry.register(Boastful(f"torch.boastful-{work:g}", {"work": work}))
+        record = verified(f"torch.boastful-{work:g}", Workload(**SHAPE))
     assert (record.status, record.quality) == ("ok", {})
 
 
@@ -143,8 +143,9 @@ def test_the_work_of_an_exact_kernel_is_that_of_the_workload(verified, work):
 )
 def test_figures_that_cannot_be_are_refused(verified, figures, with_lse, says):
     with registry.restored():
-        registry.register(Boastful(figures, approximate=True, with_lse=with_lse))
-        record = verified("torch.boastful", Workload(**SHAPE))
+        name = f"torch.{says.replace(' ', '-')}"
+        registry.register(Boastful(name, figures, approximate=True, with_lse=with_lse))
+        record = verified(name, Workload(**SHAPE))
     assert record.status == "incorrect"
     assert says in record.reason
 

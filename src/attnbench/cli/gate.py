@@ -129,10 +129,7 @@ def _stored(baseline: str, current: str) -> tuple[Path, Path] | None:
         raise UsageError(
             f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )
-    old, new = Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
-    if old.resolve() == new.resolve():
-        raise UsageError(f"{new} would be judged against itself: name another run file with --current or --baseline.")
-    return old, new
+    return Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
 
 
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:

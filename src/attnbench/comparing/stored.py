@@ -37,6 +37,7 @@ MEASURE_BOTH = (
 SHAKY = 0.1
 """Half-width of a stored time's interval above which the time cannot show that nothing changed."""
 SAME_MEASUREMENT = "both sides are the same measurement"
+NOTHING_NEW = "every case is the measurement that its baseline was made of: nothing new was judged"
 MISSING = "ok in the baseline, but not in the current run: measure it, or remove it from the baseline"
 ROUNDING_NS = 0.06
 """Largest error of rounding: files keep tenths of nanoseconds."""
@@ -52,6 +53,8 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
         old = read_run(baseline)
         cases = _against_run(old, run, floors)
     judgement = judge(cases, (), on_inconclusive)
+    reasons = {case.first.reason for case in cases if case.first is not None}
+    itself = (NOTHING_NEW,) if reasons == {SAME_MEASUREMENT} else ()
     return GateReport(
         baseline=baseline.name,
         current=current.name,
@@ -59,7 +62,7 @@ def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: 
         outcome=judgement.outcome,
         cases=tuple(cases),
         geomean=geomean(cases),
-        warnings=(*(() if old is None else old.warnings), *run.warnings, *judgement.warnings, NO_CONTROLS),
+        warnings=(*(() if old is None else old.warnings), *run.warnings, *judgement.warnings, *itself, NO_CONTROLS),
     )
 
 

@@ -34,7 +34,7 @@ from attnbench.verifying.invariants import (
 from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
 from attnbench.verifying.scales import check_after_large, check_magnitudes, check_scale_and_softcap
 from attnbench.verifying.subject import LONG_NAMES, Build, Examination, Findings, Subject, Wrong, run
-from attnbench.verifying.tolerance import BACKWARD_FACTOR, FORWARD_FACTOR, Compared, compare
+from attnbench.verifying.tolerance import BACKWARD_FACTOR, EPS, FORWARD_FACTOR, Compared, compare, first_over
 from attnbench.verifying.whole_output import (
     check_counted,
     check_counted_pairs,
@@ -52,6 +52,10 @@ SHOWN = 4
 """Number of values of a row, ranges of rows, and heads that are shown of a wrong result."""
 ALIKE = 0.02
 """Relative difference up to which two rows count as the same row."""
+
+
+LIGHT_OFF, LIGHT_ULPS = 0.1, 64
+"""Allowed error of a row of `sinks`: a share of it, and ulp of float32 of an element of 1."""
 
 
 class Check(NamedTuple):
@@ -296,10 +300,25 @@ def _check_zeros(examination: Examination) -> tuple[str, ...]:
 
 def _check_sinks(examination: Examination) -> tuple[str, ...]:
     """Compare sampled rows and gradients of V of inputs in which one key in many has nearly all the weight and no
-    value, so that a row is made of light keys; return the property."""
+    value, so that a row is made of light keys; return the property.
+
+    A row may be off by a share of itself, and by what adding and taking away values of 1 leaves in float32.
+    """
     subject, outputs = examination.subject, examination.subject.outputs("sinks")
     for name in (one for one in _comparable(subject, outputs) if one in ("out", "dv")):
-        _compare_sampled(subject, name, outputs[name], "sinks", " (light keys beside a heavy one)")
+        heads, _ = subject.draws.known(gradients=name != "out")
+        truths = subject.draws.truths("sinks", gradients=name != "out")
+        for at, got, truth in zip(heads, subject.sampled(name, outputs[name]), truths, strict=True):
+            exact = truth.exact(name)
+            off, size = (np.linalg.norm(x, axis=-1) for x in (got - exact, exact))
+            allowed = LIGHT_OFF * size + LIGHT_ULPS * EPS["float32"] * exact.shape[-1] ** 0.5
+            if differs := first_over(off, allowed):
+                member, row = differs.place
+                where, own = f"{subject.place(name, at, member)}, compared row {row}", size[member, row]
+                raise Wrong(
+                    f"{LONG_NAMES[name]} (light keys beside a heavy one): {where} is off by {differs.share:.1e}, of "
+                    f"{own:.1e}: are keys of little weight left out?"
+                )
     return ("light keys count",)
 
 

@@ -75,9 +75,10 @@ LARGEST_NORMAL = 8.0
 """Bound of the sum of two normal numbers."""
 TAIL = 8
 """One token in so many is at the end of the keys that `zeros` pads with zeros."""
-SINK_LOGITS, SINK_LOGIT, SINK_SHARE = {"float16": 9.0}, 14.0, 1 / 64
-"""Logit of the heavy keys of `sinks`, where light ones have 0, and share of heavy keys. In float16 the weights of light
-keys are then still normal numbers."""
+SINKS, LIGHT = 1 / 64, 0.008
+"""Share of heavy keys of `sinks`, and what all light keys of a row together weigh."""
+LARGEST_SINK = {"float16": 9.0}
+"""Logit of heavy keys, where light ones have 0, at most: weights of light keys are still normal numbers."""
 LOOKED_UP_PAIRS = 1 << 26
 """Pairs of a mask without a formula for its edges that are looked at to find them."""
 
@@ -264,10 +265,9 @@ def sinks(framework: Framework, device: str, workload: Workload, normal: Inputs,
     the others are nothing. Each value is shifted by 1, so that light keys do not cancel.
     """
     w, rng = workload, np.random.default_rng([seed, 18])
-    heavy = rng.random(w.kv_len) < SINK_SHARE
+    heavy = rng.random(w.kv_len) < SINKS
     heavy[0] = True
-    capped = inf if w.softcap is None else NEAR_CAP * w.softcap
-    logit = min(SINK_LOGITS.get(w.dtype, SINK_LOGIT), capped, _largest_logit(w))
+    logit = sink_logit(w)
     channels = _channels(w)
     size = (logit / (channels * abs(w.softmax_scale))) ** 0.5 if w.softmax_scale else 1.0
     axis = np.zeros((w.kv_heads, w.head_dim), np.float32)
@@ -283,6 +283,12 @@ def sinks(framework: Framework, device: str, workload: Workload, normal: Inputs,
     k = put(heavy[:, None, None] * axis, w.batch, w.kv_len, w.kv_heads, w.head_dim)
     light = put((~heavy).astype(np.float32)[:, None, None], w.batch, w.kv_len, w.kv_heads, w.value_dim)
     return Inputs(q, k, (normal.v + light) * light, normal.dout)
+
+
+def sink_logit(w: Workload) -> float:
+    """Return the logit of heavy keys of `sinks`: the more light keys there are, the larger it is."""
+    capped = inf if w.softcap is None else NEAR_CAP * w.softcap
+    return min(log(w.kv_len / LIGHT), LARGEST_SINK.get(w.dtype, inf), capped, _largest_logit(w))
 
 
 def pointed_logit(w: Workload) -> float:
