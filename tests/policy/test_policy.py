@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec import structs
-from policy_factory import entry, place, policy, rival
+from policy_factory import barred, entry, place, policy, rival
 from record_factory import CPU, workload
 
 import attnbench as ab
@@ -188,6 +188,80 @@ class TestChoice:
         choice = found.choice(workload(1024), "torch", GPU)
         assert choice is not None
         assert choice.implementation == "torch.fa3"
+
+
+def among(one: policies.Entry, *others: policies.Alternative) -> policies.Entry:
+    """An entry with alternatives."""
+    return structs.replace(one, use=structs.replace(one.use, candidates=1 + len(others), alternatives=others))
+
+
+class TestBarred:
+    """Who was found incorrect at a shape, or kept out by a constraint, is not chosen there from another shape."""
+
+    rivals = rival("torch.eager", 2.0), rival("torch.flex", 3.0)
+    wrong = policy(among(entry("torch.fa4", 256), *rivals), barred=(barred(512, ("torch.fa4",)),))
+
+    def test_the_next_best_stands_in_where_that_is_the_nearer_evidence(self):
+        assert [pick(self.wrong, n) for n in (128, 256, 362)] == ["torch.fa4"] * 3
+        assert [pick(self.wrong, n) for n in (363, 512, 1024)] == ["torch.eager"] * 3
+        choice = self.wrong.choice(workload(512), "torch", CPU)
+        assert choice is not None
+        assert (choice.candidates, choice.regret_known) == (2, False)
+        assert [(one.implementation, one.ratio) for one in choice.alternatives] == [("torch.flex", 1.5)]
+        assert f"torch.fa4 is left out: found incorrect at {workload(512).id}" in str(choice)
+
+    def test_a_slower_one_that_is_wrong_is_no_alternative(self):
+        found = policy(among(entry("torch.fa4", 256), *self.rivals), barred=(barred(512, ("torch.eager",)),))
+        choice = found.choice(workload(512), "torch", CPU)
+        assert choice is not None
+        assert (choice.implementation, [one.label for one in choice.alternatives]) == ("torch.fa4", ["torch.flex"])
+        assert choice.left_out == ""
+
+    def test_with_nobody_left_it_is_a_miss_that_says_why(self):
+        found = policy(entry("torch.fa4", 256), barred=(barred(512, ("torch.fa4",)),))
+        assert pick(found, 256) == "torch.fa4"
+        assert pick(found, 512) is None
+        why = str(found.miss(workload(512), "torch", CPU))
+        assert "has nobody left for 1 x 512 tokens" in why
+        assert f"torch.fa4 was found incorrect at {workload(512).id}" in why
+
+    def test_with_nobody_left_the_next_nearest_shape_answers(self):
+        found = policy(entry("torch.fa4", 256), entry("torch.sdpa", 1100), barred=(barred(512, ("torch.fa4",)),))
+        assert pick(found, 512) == "torch.sdpa"
+        assert found.miss(workload(512), "torch", CPU) is None
+
+    def test_other_classes_and_other_configs_are_not_meant(self):
+        flex = structs.replace(entry("torch.flex", 256), use=Choice(implementation="torch.flex", config={"size": 64}))
+        assert pick(policy(flex, barred=(barred(512, ("torch.flex",)),)), 512) == "torch.flex"
+        assert pick(policy(flex, barred=(barred(512, ("torch.flex[size=64]",)),)), 512) is None
+        train = policy(entry("torch.fa4", 256), barred=(barred(512, ("torch.fa4",), pass_="train"),))
+        assert pick(train, 512) == "torch.fa4"
+
+    def test_a_constraint_keeps_out_at_its_own_place_only(self):
+        bound = policy(
+            entry("torch.fa4", 256), within=Constraints(deterministic=True), barred=(barred(512, (), ("torch.fa4",)),)
+        )
+        assert pick(bound, 512) is None
+        assert "torch.fa4 was outside the constraints at" in str(bound.miss(workload(512), "torch", CPU))
+        assert pick(bound | policy(entry("torch.fa4", 256)), 512) == "torch.fa4"
+        wrong = policy(entry("torch.sdpa", 8192), within=Constraints(deterministic=True)) | self.wrong
+        assert pick(wrong, 512) == "torch.eager"
+
+    def test_merged_policies_keep_it_until_the_newer_has_it_right_at_that_workload(self):
+        for both in (self.wrong | policy(entry("torch.sdpa", 8192)), policy(entry("torch.sdpa", 8192)) | self.wrong):
+            assert pick(both, 512) == "torch.eager"
+        assert pick(self.wrong | policy(entry("torch.fa4", 512)), 512) == "torch.fa4"
+        assert pick(policy(entry("torch.fa4", 512)) | self.wrong, 512) == "torch.eager"
+        scaled = policy(entry("torch.fa4", 256), barred=(barred(512, ("torch.fa4",), scale=0.5),))
+        assert pick(scaled | policy(among(entry("torch.fa4", 512), *self.rivals)), 512) == "torch.eager"
+
+    def test_a_file_keeps_it_and_one_without_it_reads_as_before(self, tmp_path: Path):
+        save_policy(self.wrong, tmp_path / "p.json")
+        assert structs.replace(load_policy(tmp_path / "p.json"), origin="") == self.wrong
+        document = json.loads((tmp_path / "p.json").read_text())
+        del document["places"][0]["barred"]
+        (tmp_path / "old.json").write_text(json.dumps(document))
+        assert pick(load_policy(tmp_path / "old.json"), 512) == "torch.fa4"
 
 
 class TestMerge:
@@ -504,7 +578,7 @@ class TestPackaged:
         for one in found:
             assert one.origin.startswith("packaged ")
             assert all(place.entries and place.software and place.runs and place.made for place in one.places)
-            assert len(policies.policy_text(one)) < 100_000
+            assert len(policies.policy_text(one)) < 120_000
 
     @pytest.mark.parametrize(
         ("name", "runs"), [("h200", ["h200/*.jsonl"]), ("cpu", ["cpu/quick.jsonl", "cpu/regret-grid.jsonl"])]

@@ -300,7 +300,7 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
         newer = judged.setdefault(key, [])
         if is_timed(record):
             whole = _verdict(newer)
-            wrong = whole if isinstance(whole, Incorrect) else _wrong_where_it_counts(record, newer, places)
+            wrong = whole if isinstance(whole, Incorrect) else _wrong_where(places.of(record)[1], newer, places)
             if wrong is not None:
                 found.append(Setback(record, wrong, right_elsewhere=wrong is not whole))
             elif key in losses:
@@ -326,15 +326,39 @@ def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
     return verdict
 
 
-def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: RecordPlaces) -> Incorrect | None:
-    """Return the verdict of a place where a timed record would count and its cell is incorrect; None without one."""
+def _wrong_where(home: Place, newer: Sequence[Ok | Incorrect], places: RecordPlaces) -> Incorrect | None:
+    """Return the verdict of a place where records of the place `home` would count and their cell is incorrect; None
+    without one."""
     for one in (one for one in newer if isinstance(one, Incorrect)):
         environment, place = places.of(one)
-        if places.of(record)[1].stale(environment) is None:
+        if home.stale(environment) is None:
             verdict = _verdict(other for other in newer if places.of(other)[1].agrees(place))
             if isinstance(verdict, Incorrect):
                 return verdict
     return None
+
+
+def incorrect_at(home: Place, records: Sequence[Record]) -> list[Incorrect]:
+    """Return the verdict of each cell that is incorrect at a place, by the rules of `setbacks`: where its newest time
+    there, if it has one, does not count. The records are the oldest first."""
+    places = RecordPlaces()
+    judged: dict[str, list[Ok | Incorrect]] = {}
+    timed: set[str] = set()
+    for record in reversed(records):
+        if device_of(record) != home.device_name or framework_of(record) != home.framework or is_anchor(record):
+            continue
+        if isinstance(record, Ok | Incorrect) and record.cell.id not in timed:
+            if is_timed(record) and places.of(record)[1].agrees(home):
+                timed.add(record.cell.id)
+                judged.setdefault(record.cell.id, [])
+            else:
+                judged.setdefault(record.cell.id, []).append(record)
+    found: list[Incorrect] = []
+    for newer in judged.values():
+        whole = _verdict(newer)
+        wrong = whole if isinstance(whole, Incorrect) else _wrong_where(home, newer, places)
+        found += [] if wrong is None else [wrong]
+    return found
 
 
 class RecordPlaces:
