@@ -448,6 +448,17 @@ class TestRuns:
         found = choose([first, CandidateRun("b", "2026-01-02", ahead)])
         assert (picks(found), found.setbacks) == ({128: "torch.c"}, ())
 
+    def test_newer_is_what_was_measured_later_not_what_is_in_the_newer_file(self):
+        """The older file was resumed after the newer was made, with a shape that both have."""
+        resumed = [timed("torch.a", 1e6), timed("torch.a", 6e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
+        newer = [timed("torch.a", 2e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
+        sources = [
+            CandidateRun("a", "2026-01-01", resumed, ("2026-01-01", "2026-11-19", "2026-11-19")),
+            CandidateRun("b", "2026-02-01", newer),
+        ]
+        assert picks(choose(sources)) == {128: "torch.a", 256: "torch.b"}
+        assert picks(choose([structs.replace(sources[0], dates=()), sources[1]])) == {128: "torch.a", 256: "torch.a"}
+
     def test_shapes_of_several_runs_come_together(self):
         sources = [CandidateRun(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
         (place,) = choose(sources).policy.places

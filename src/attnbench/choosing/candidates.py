@@ -16,9 +16,9 @@ from attnbench.results.standings import (
     Standing,
     Standings,
     by_date,
+    deciding,
     incorrect_at,
     setbacks,
-    supersedes,
 )
 from attnbench.spec import Ok, Record, Workload
 
@@ -207,18 +207,20 @@ def survey(
     sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ground], list[Refusal], list[Setback]]:
     """Return the measurements of each place, what may not be chosen, and the candidates that a newer run found
-    incorrect (they are left out) or could not run; oldest source first."""
+    incorrect (they are left out) or could not run; oldest source first. Of two runs that one is newer on a workload
+    whose ranked records are."""
     grounds: dict[tuple[object, ...], Ground] = {}
+    held: dict[tuple[object, ...], dict[str, list[tuple[tuple[str, int], Standing]]]] = {}
     homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
     every = by_date(one for source in sources for one in source.dated)
     known, bars = setbacks([every]), _Bars(every, constraints, left_out)
     wrong = {id(one.record) for one in known if one.is_wrong}
-    for source in sources:
+    for number, source in enumerate(sources):
         records = [record for record in source.records if id(record) not in wrong]
         found, others = eligible(records, constraints, left_out)
         refused += others
-        for place, workload, standing in _standings(records, found):
+        for place, workload, standing, when in _standings(records, found, source.dated):
             out = bars.names(place, shape_of(standing.workload))
             refused += [(record, out[name]) for name, record in standing.ranked.items() if name in out]
             standing = standing.only(lambda record, out=out: label(record) not in out)
@@ -226,14 +228,17 @@ def survey(
                 continue
             key = next((one for one, ground in grounds.items() if ground.place.agrees(place)), place.key)
             ground = grounds.setdefault(key, Ground(place, {}))
-            if workload not in ground.standings or supersedes(standing, ground.standings[workload]):
-                ground.standings[workload] = standing
-                homes.setdefault(key, {})[workload] = source
+            held.setdefault(key, {}).setdefault(workload, []).append(((when, number), standing))
             runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
             made = max(ground.place.made, source.created)
             software = dict(sorted((place.software | ground.place.software).items()))
             merged = structs.replace(ground.place, runs=runs, made=made, software=software)
             grounds[key] = Ground(merged, ground.standings, bars.at(merged))
+    for key, workloads in held.items():
+        for workload, several in workloads.items():
+            (_, number), standing = deciding(sorted(several, key=lambda one: one[0]))
+            homes.setdefault(key, {})[workload] = sources[number]
+            grounds[key].standings[workload] = standing
     used: set[int] = set()
     for key, ground in grounds.items():
         for workload, standing in ground.standings.items():
@@ -244,18 +249,22 @@ def survey(
     return list(grounds.values()), refused, told
 
 
-def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
-    """Yield place, workload id and standing of the candidates of a run, by place and workload. The whole run is ranked,
-    device by device, before candidates are selected: records that may not be chosen still decide by which clock a
-    workload is compared."""
+def _standings(
+    records: Sequence[Record], candidates: Sequence[Ok], dated: Iterable[tuple[str, Record]]
+) -> Iterable[tuple[Place, str, Standing, str]]:
+    """Yield place, workload id, standing and its date, of the candidates of a run, by place and workload. The whole run
+    is ranked, device by device, before candidates are selected: records that may not be chosen still decide by which
+    clock a workload is compared."""
 
     def cell_of(record: Record) -> tuple[str, str, str]:
         return device_of(record), framework_of(record), record.cell.id
 
     known = RecordPlaces()
     places = {cell_of(record): known.of(record)[1] for record in candidates}
+    dates = {id(record): when for when, record in dated}
     for device in dict.fromkeys(map(device_of, records)):
-        for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
+        standings = Standings([[r for r in records if device_of(r) == device]], known=(), dates=dates)
+        for workload, whole in standings.by_run[0].items():
             here = {place.key: place for row in whole.rows if (place := places.get(cell_of(row.record))) is not None}
             for key, place in here.items():
 
@@ -265,4 +274,4 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
 
                 standing = whole.only(is_candidate)
                 if standing.ranked:
-                    yield place, workload, standing
+                    yield place, workload, standing, standings.made(0, standing)
