@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from attnbench.errors import UnknownName
 from attnbench.policy import Barred, Constraints, Place, Shape, shape_of
 from attnbench.results.families import Track, length, tracks
-from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
+from attnbench.results.records import by_workload, device_of, framework_of, is_anchor, is_timed, label, matches
 from attnbench.results.standings import (
     RecordPlaces,
     Setback,
@@ -172,14 +172,15 @@ class _Bars:
     def at(self, place: Place) -> tuple[Barred, ...]:
         """Return who may not be chosen at a place, workload by workload, in the order of a file."""
         if place.key not in self._found:
-            found: dict[str, tuple[Workload, set[str], set[str]]] = {}
-            for record, kind in [(one, 1) for one in incorrect_at(place, self._records)] + [
-                (one, 2) for one in self._outside(place)
-            ]:
-                found.setdefault(record.workload.id, (record.workload, set(), set()))[kind].add(label(record))
+            wrong, outside = by_workload(incorrect_at(place, self._records)), by_workload(self._outside(place))
             barred = [
-                Barred(at=shape_of(on), measured=on.id, incorrect=tuple(sorted(wrong)), kept_out=tuple(sorted(out)))
-                for on, wrong, out in found.values()
+                Barred(
+                    at=shape_of(group[0].workload),
+                    measured=key,
+                    incorrect=_labels(wrong.get(key, ())),
+                    kept_out=_labels(outside.get(key, ())),
+                )
+                for key, group in (outside | wrong).items()
             ]
             self._found[place.key] = tuple(sorted(barred, key=lambda one: (one.at.order, one.measured)))
         return self._found[place.key]
@@ -201,6 +202,10 @@ class _Bars:
             if is_timed(one) and not one.approximate and self._places.of(one)[1].agrees(place)
         }
         return [one for one in newest.values() if _why_outside(one, self._constraints) is not None]
+
+
+def _labels(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(sorted(set(map(label, records))))
 
 
 def survey(
