@@ -326,10 +326,22 @@ class TestMerge:
         kept = (old | policy(entry("c.d", 1024), runs=("b",))).places[0]
         assert (kept.crossings, kept.held_out) == ((crossing,), lost)
 
-    def test_the_same_shapes_of_other_runs_count(self):
-        lost = policies.Regret(mean=1.1, worst=1.2, worst_at="there", shapes=2)
-        one, two = (policy(entry("torch.eager", 256), held_out=lost, runs=(run,)) for run in "ab")
-        assert (one | two).places[0].held_out.shapes == 4  # pyright: ignore[reportOptionalMemberAccess]
+    def test_no_shape_is_counted_twice(self):
+        """Of places that share shapes the one with more speaks, of as many the newer."""
+
+        def made(run: str, mean: float, *lengths: int) -> Policy:
+            lost = policies.Regret(mean=mean, worst=1.2, worst_at=run, shapes=len(lengths))
+            return policy(*(entry("torch.eager", n) for n in lengths), held_out=lost, runs=(run,))
+
+        one, same = made("a", 1.1, 256, 512), made("b", 1.0, 256, 512)
+        assert (one | same).places[0].held_out == same.places[0].held_out
+        assert (same | one).places[0].held_out == one.places[0].held_out
+        more, beside = made("c", 1.05, 512, 1024, 2048), made("d", 1.05, 4096)
+        for both in (one | more, more | one):
+            assert both.places[0].held_out == more.places[0].held_out
+        silent = policy(entry("torch.eager", 256), runs=("e",))
+        assert (one | silent).places[0].held_out == (silent | one).places[0].held_out == one.places[0].held_out
+        assert (one | beside).places[0].held_out.shapes == 3  # pyright: ignore[reportOptionalMemberAccess]
 
     def test_choices_under_other_constraints_stay_apart(self):
         free = policy(entry("torch.eager", 256), made="2026-01")

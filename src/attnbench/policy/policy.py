@@ -513,12 +513,11 @@ def _merge_barred(old: Place, new: Place) -> tuple[Barred, ...]:
 
 
 def _merge_held_out(old: Place, new: Place) -> Regret | None:
-    """Pool the held-out regrets of two places; runs and shapes that are part of the other are not counted again."""
-    for whole, part in ((old, new), (new, old)):
-        shapes = {entry.at for entry in whole.entries}
-        if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
-            return whole.held_out
-    return pooled((old.held_out, new.held_out))
+    """Pool the held-out regrets of two places. No shape is counted twice: of places that share some, that with more
+    held-out shapes speaks, of as many the newer."""
+    shared = {entry.at for entry in old.entries} & {entry.at for entry in new.entries}
+    known = [one for one in (new.held_out, old.held_out) if one is not None]
+    return max(known, key=lambda one: one.shapes, default=None) if shared else pooled(known)
 
 
 def _missing_axes(shape: Shape, entries: Iterable[Entry]) -> str:
