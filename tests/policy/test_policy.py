@@ -510,6 +510,20 @@ class TestActive:
         assert found.choice.implementation == "torch.flex"
         assert "has no entry for head_dim 64" in found.misses[0]
 
+    def test_whom_one_found_incorrect_the_next_does_not_choose(self):
+        """The other way round it does: the policy that is asked first has the last word."""
+        wrong = policy(entry("torch.fa4", 128), barred=(barred(512, ("torch.fa4",)),))
+        right = policy(among(entry("torch.fa4", 512), rival("torch.eager", 2.0)))
+        with use_policy(right), use_policy(wrong):
+            found = policies.find(workload(512), "torch", CPU)
+        assert found.choice is not None
+        assert (found.choice.implementation, found.policy) == ("torch.eager", right)
+        assert "torch.fa4 was found incorrect at" in found.misses[0]
+        with use_policy(wrong), use_policy(right):
+            found = policies.find(workload(512), "torch", CPU)
+        assert found.choice is not None
+        assert found.choice.implementation == "torch.fa4"
+
     def test_a_miss_carries_every_reason(self):
         with use_policy(self.outer), use_policy(self.inner):
             found = policies.find(workload(512), "torch", GPU)

@@ -305,16 +305,20 @@ class Covering(Struct, frozen=True, kw_only=True):
         return structs.replace(use, left_out=f"{self.entry.use.label} is left out: {why}")
 
 
-def coverings(places: Sequence[Place], shape: Shape) -> list[Covering]:
+def coverings(places: Sequence[Place], shape: Shape, asked: Sequence[Place] = ()) -> list[Covering]:
     """Return the entries that agree with a shape in every hard axis, nearest first, of places that hold together; of
     two as near, that of the earlier place comes first.
 
     Whoever was found incorrect at a shape no further away than the entry is left out of it, whichever of the places
-    found it; so is whoever did not keep to the constraints of the place of the entry.
+    found it, or those of policies that were `asked` before; so is whoever did not keep to the constraints of the place
+    of the entry.
     """
     near = [(octaves, entry, place) for place in places for octaves, entry in place.by_distance(shape)]
     known = [
-        (distance(one.at, shape), one, place) for place in places for one in place.barred if one.at.hard == shape.hard
+        (distance(one.at, shape), one, place)
+        for place in (*places, *asked)
+        for one in place.barred
+        if one.at.hard == shape.hard
     ]
     known.sort(key=lambda one: one[0])
 
@@ -364,15 +368,17 @@ class Policy(
         """Twelve hex digits of a hash of the content."""
         return hashlib.sha256(msgspec.json.encode(structs.replace(self, origin=""), order="sorted")).hexdigest()[:12]
 
-    def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
+    def choice(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy] = ()
+    ) -> Choice | None:
         """Return the choice of the nearest measured shape within reach, at a place that holds here; None on a miss.
 
         Whoever may not be chosen, by what was measured as near or nearer, is left out; with nobody left the next
-        nearest shape answers.
+        nearest shape answers. What policies that were `asked` before found incorrect is left out as well.
         Off the grid the regret is that of the entry times the mean regret of held-out shapes; if no shape was held out
         it is not known, and `regret_high` is infinite.
         """
-        found = (one for one in self._coverings(workload, framework, environment) if one.distance <= REACH)
+        found = (one for one in self._coverings(workload, framework, environment, asked) if one.distance <= REACH)
         covering, use = next(((one, use) for one in found if (use := one.use) is not None), (None, None))
         if covering is None or use is None:
             return None
@@ -388,12 +394,14 @@ class Policy(
         high = max(regret, use.regret_high, off_grid.worst)
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
-    def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
+    def miss(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy] = ()
+    ) -> str | None:
         """Return why `choice` returns None; None if it returns a choice."""
         environment = structs.replace(environment, framework=framework)
         if why := self.stale(environment):
             return why
-        found = self._coverings(workload, framework, environment)
+        found = self._coverings(workload, framework, environment, asked)
         shape = shape_of(workload)
         if not found:
             entries = [entry for place in self.places if place.stale(environment) is None for entry in place.entries]
@@ -414,6 +422,19 @@ class Policy(
             f"the nearest entry of {self.name} ({nearest.entry.at.title}) is {octaves} octaves away, "
             f"more than the limit of {REACH:g}"
         )
+
+    def incorrect(self, workload: Workload, framework: str, environment: Environment) -> dict[str, str]:
+        """Return who was found incorrect at the shape of a workload, at a place that holds here, and where."""
+        environment = structs.replace(environment, framework=framework)
+        known = [
+            one for place in self.places if place.barred and place.stale(environment) is None for one in place.barred
+        ]
+        if not known:
+            return {}
+        shape = shape_of(workload)
+        return {
+            name: f"was found incorrect at {one.measured}" for one in known if one.at == shape for name in one.incorrect
+        }
 
     def stale(self, environment: Environment) -> str | None:
         """Return why no place holds in an environment (device, framework or software differ); None if one does."""
@@ -438,14 +459,17 @@ class Policy(
             places[place.key] = _merge_places(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
-    def _coverings(self, workload: Workload, framework: str, environment: Environment) -> list[Covering]:
+    def _coverings(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy]
+    ) -> list[Covering]:
         environment = structs.replace(environment, framework=framework)
         # Of two places that hold here, the one that says which processor is preferred, then that which shares more
         # packages, then the newer.
         places = [place for place in self.places if place.stale(environment) is None]
         shared = environment.packages.keys()
         places.sort(key=lambda place: (place.processor != "", len(place.software.keys() & shared), place.made))
-        return coverings(places[::-1], shape_of(workload))
+        before = [place for one in asked for place in one.places if place.stale(environment) is None]
+        return coverings(places[::-1], shape_of(workload), before)
 
 
 def place_of(environment: Environment) -> Place:
