@@ -6,7 +6,7 @@ from typing import Any
 
 from record_factory import CPU, workload
 
-from attnbench.policy import Alternative, Choice, Entry, Place, Policy, place_of, shape_of
+from attnbench.policy import Alternative, Barred, Choice, Entry, Place, Policy, place_of, shape_of
 from attnbench.spec import Environment
 
 
@@ -24,6 +24,12 @@ def place(*entries: Entry, at: Environment = CPU, **fields: Any) -> Place:
 
 def policy(*entries: Entry, at: Environment = CPU, **fields: Any) -> Policy:
     return Policy(places=(place(*entries, at=at, **fields),))
+
+
+def barred(q_len: int = 1024, incorrect: tuple[str, ...] = (), kept_out: tuple[str, ...] = (), **shape: Any) -> Barred:
+    """Who may not be chosen at a shape of the record factory."""
+    on = workload(q_len, **shape)
+    return Barred(at=shape_of(on), measured=on.id, incorrect=incorrect, kept_out=kept_out)
 
 
 def rival(name: str, ratio: float) -> Alternative:

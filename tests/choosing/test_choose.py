@@ -399,6 +399,44 @@ class TestRuns:
         assert [one and one.implementation for one in picked] == ["torch.b", "torch.a"]
         assert [(one.record, one.right_elsewhere) for one in found.setbacks] == [(runs[0][0], True)]
 
+    def test_what_was_found_incorrect_at_a_shape_is_not_chosen_for_it_by_its_neighbours(self):
+        first = CandidateRun("a", "2026-01-01", [
+            timed("torch.fa4", 1e6, q_len=256), timed("torch.eager", 3e6, q_len=256), timed("torch.fa4", 2e6, q_len=512)
+        ])  # fmt: skip
+        later = CandidateRun("b", "2026-01-02", [incorrect("torch.fa4", "wrong", workload(512))])
+        found = choose([first, later]).policy
+        chosen = [found.choice(workload(n), "torch", CPU) for n in (256, 512)]
+        assert [one and one.implementation for one in chosen] == ["torch.fa4", "torch.eager"]
+        assert [(one.measured, one.incorrect) for one in found.places[0].barred] == [(workload(512).id, ("torch.fa4",))]
+        again = CandidateRun("c", "2026-01-03", [timed("torch.fa4", 2e6, q_len=512)])
+        assert choose([first, later, again]).policy.places[0].barred == ()
+
+    def test_what_is_incorrect_at_one_scale_is_chosen_at_none(self):
+        wrong = incorrect("torch.x", "ignores the scale", workload(scale=0.5))
+        found = chosen(timed("torch.x", 1e6), timed("torch.eager", 3e6), wrong)
+        for on in (workload(), workload(scale=0.5)):
+            assert found.policy.choice(on, "torch", CPU).implementation == "torch.eager"  # pyright: ignore[reportOptionalMemberAccess]
+        alone = chosen(timed("torch.x", 1e6), wrong)
+        assert alone.policy.entries == ()
+        why = f"torch.x: is incorrect at {wrong.workload.id}, which has the same shape"
+        assert {one.workload: one.why for one in alone.unchosen}[workload().id] == why
+
+    @pytest.mark.parametrize(
+        "constraints, fields",
+        [({"deterministic": True}, {"deterministic": False}), ({"max_error": 1e-3}, {"errors": Errors(forward=1e-2)})],
+        ids=["deterministic", "error"],
+    )
+    def test_what_a_constraint_refused_at_a_shape_is_not_chosen_for_it_by_its_neighbours(self, constraints, fields):
+        good = [timed(n, t, q_len=256, errors=Errors(forward=1e-6)) for n, t in (("torch.a", 1e6), ("torch.b", 2e6))]
+        records = *good, timed("torch.a", 2e6, q_len=512, **fields), timed("torch.c", 9e6, q_len=512, approximate=True)
+        found = chosen(*records, **constraints).policy
+        picked = [found.choice(workload(n), "torch", CPU) for n in (256, 512)]
+        assert [one and one.implementation for one in picked] == ["torch.a", "torch.b"]
+        assert [(one.incorrect, one.kept_out) for one in found.places[0].barred] == [((), ("torch.a",))]
+        free = chosen(*records).policy.choice(workload(512), "torch", CPU)
+        assert free is not None
+        assert free.implementation == "torch.a"
+
     def test_what_a_newer_run_lost_is_told_where_the_older_decides(self):
         lost = Failed(implementation="torch.a", workload=workload(), reason="boom", environment=CPU)
         old = [timed("torch.a", 1e6), timed("torch.b", 2e6)]
@@ -409,6 +447,17 @@ class TestRuns:
         assert [(one.record, one.newer) for one in found.setbacks] == [(old[0], lost)]
         found = choose([first, CandidateRun("b", "2026-01-02", ahead)])
         assert (picks(found), found.setbacks) == ({128: "torch.c"}, ())
+
+    def test_newer_is_what_was_measured_later_not_what_is_in_the_newer_file(self):
+        """The older file was resumed after the newer was made, with a shape that both have."""
+        resumed = [timed("torch.a", 1e6), timed("torch.a", 6e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
+        newer = [timed("torch.a", 2e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
+        sources = [
+            CandidateRun("a", "2026-01-01", resumed, ("2026-01-01", "2026-11-19", "2026-11-19")),
+            CandidateRun("b", "2026-02-01", newer),
+        ]
+        assert picks(choose(sources)) == {128: "torch.a", 256: "torch.b"}
+        assert picks(choose([structs.replace(sources[0], dates=()), sources[1]])) == {128: "torch.a", 256: "torch.a"}
 
     def test_shapes_of_several_runs_come_together(self):
         sources = [CandidateRun(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]

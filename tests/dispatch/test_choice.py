@@ -234,6 +234,23 @@ def test_a_policy_of_which_nothing_can_run_is_a_miss(spy):
     assert "no implementation called" in unknown.candidates[0].reason
 
 
+def test_whom_a_policy_found_incorrect_at_a_shape_no_one_runs_there(spy):
+    """Neither it, from a neighbour, nor the policy that is asked next, nor the fixed order."""
+    q, k, v = arrays(64)
+    with ab.use_policy(here(), on_miss="quiet"):
+        first = ab.explain(q, k, v, mask=CAUSAL).pick
+    there = entry("torch.spy", tokens=64)
+    wrong = policy.Barred(at=there.at, measured=there.use.measured, incorrect=("torch.spy", str(first)))
+    outer, inner = here(entry("torch.spy", tokens=48)), here(entry("torch.spy", tokens=32), barred=(wrong,))
+    with ab.use_policy(outer, on_miss="quiet"), ab.use_policy(inner):
+        told = ab.explain(q, k, v, mask=CAUSAL)
+        ab.attention(q, k, v, mask=CAUSAL)
+        assert told.pick not in ("torch.spy", first, None)
+        assert f"{first}: was found incorrect at {there.use.measured}" in str(told)
+        assert spy.built == []
+        assert ab.explain(*arrays(32), mask=CAUSAL).pick == "torch.spy"
+
+
 def test_explain_gives_the_evidence(spy):
     rivals = (("torch.eager", 1.25), ("torch.sdpa-math", 2.0))
     with ab.use_policy(here(entry("torch.spy", regret=1.003, regret_high=1.01, rivals=rivals))):

@@ -106,6 +106,15 @@ class TestCells:
         (winner,) = [one for one in part.advice if one.kind == "winner"]
         assert winner.figures[0].value == pytest.approx(4, rel=0.05)
 
+    def test_a_shape_that_resume_added_to_an_older_file_is_the_newer(self):
+        shape = [timed("torch.sdpa", 6e6, 256), timed("torch.eager", 3e6, 256)]
+        older = source(timed("torch.sdpa", 1e6), *shape)
+        resumed = msgspec.structs.replace(older.run, dates=("2026-01-01", "2026-11-19", "2026-11-19"))
+        newer = source(timed("torch.sdpa", 2e6, 256), timed("torch.eager", 3e6, 256), created="2026-02-01")
+        for run, first in ((resumed, "torch.eager"), (older.run, "torch.sdpa")):
+            (part,) = compose([msgspec.structs.replace(older, run=run), newer]).parts
+            assert [cell["label"] for cell in part.cells.rows if cell["len"] == 256 and cell["rank"] == 1] == [first]
+
     @pytest.mark.parametrize("pace", [1.0, 0.4, 3.0])
     def test_of_two_runs_the_newer_decides_if_it_holds_the_leaders_or_is_clearly_ahead(self, pace):
         """Both runs hold torch.sdpa, so that a machine that was quicker or slower in one of them deceives nobody."""

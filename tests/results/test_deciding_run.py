@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from length_factory import GPU, along
-from record_factory import noisy, ok, timing, workload
+from record_factory import incorrect, noisy, ok, timing, workload
 
 from attnbench.measuring.rates import KERNELS_ONLY
 from attnbench.results.recommend import recommend
@@ -41,6 +41,35 @@ class TestRuns:
         assert deciding(first, second, later)["torch.sdpa"] is second[1]
         (winner,) = [one for one in recommend(first, second, later) if one.kind == "winner"]
         assert winner.figures[0].value == pytest.approx(2, rel=0.05)
+
+    @pytest.mark.parametrize("shape", [{}, {"pass_": "train"}])
+    def test_newer_is_what_was_measured_later_workload_by_workload(self, shape):
+        """The first file is the older, and was resumed after the second was made, with one more workload."""
+        begun, other = run(1, sdpa=1e6, eager=3e6), run(3, sdpa=2e6, eager=3e6)
+        added = [ok(name, noisy(ns, 5), workload(**shape)) for name, ns in (("torch.sdpa", 6e6), ("torch.eager", 3e6))]
+        whole, dates = (
+            [*begun, *added],
+            dict.fromkeys(map(id, begun), "2026-01") | dict.fromkeys(map(id, other), "2026-02"),
+        )
+        dates |= dict.fromkeys(map(id, added), "2026-11")
+        if shape:
+            other += [ok(one.implementation, noisy(2e6, 7), one.workload) for one in added]
+            dates |= dict.fromkeys(map(id, other), "2026-02")
+        standings = Standings([whole, other], dates=dates)
+        assert standings.overall[added[0].workload.id].ranked["torch.sdpa"] is added[0]
+        assert {id(one) for one in added} <= {id(one) for one in standings.newest}
+        assert {id(one) for one in added} <= {id(one) for one in standings.records}
+        plain = Standings([whole, other]).overall[added[0].workload.id]
+        assert plain.ranked["torch.sdpa"] is other[2 if shape else 0]
+        if shape:
+            assert standings.overall[begun[0].workload.id].ranked["torch.sdpa"] is other[0]
+
+    def test_a_record_that_is_not_ranked_makes_no_run_newer(self):
+        old, new = run(1, sdpa=1e6, eager=3e6), run(3, sdpa=2e6, eager=3e6)
+        wrong = incorrect("torch.flex", "wrong")
+        dates = dict.fromkeys(map(id, old), "2026-01") | dict.fromkeys(map(id, new), "2026-02") | {id(wrong): "2026-11"}
+        standings = Standings([[*old, wrong], new], dates=dates)
+        assert next(iter(standings.overall.values())).ranked["torch.sdpa"] is new[0]
 
     @pytest.mark.parametrize("pace", [1.0, 0.3, 3.0])
     def test_a_smaller_run_counts_where_its_fastest_is_clearly_ahead_by_what_both_timed(self, pace):

@@ -7,10 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct, structs
 
 from attnbench.errors import UnknownName
-from attnbench.policy import Constraints, Place, Shape, shape_of
+from attnbench.policy import Barred, Constraints, Place, Shape, shape_of
 from attnbench.results.families import Track, length, tracks
-from attnbench.results.records import device_of, framework_of, is_anchor, is_timed, label, matches
-from attnbench.results.standings import RecordPlaces, Setback, Standing, Standings, by_date, setbacks, supersedes
+from attnbench.results.records import by_workload, device_of, framework_of, is_anchor, is_timed, label, matches
+from attnbench.results.standings import (
+    RecordPlaces,
+    Setback,
+    Standing,
+    Standings,
+    by_date,
+    deciding,
+    incorrect_at,
+    setbacks,
+)
 from attnbench.spec import Ok, Record, Workload
 
 WRAPPERS: dict[str, str] = dict.fromkeys(
@@ -68,14 +77,22 @@ def _why_not(record: Record, constraints: Constraints, left_out: Mapping[str, st
         return f"computes the step {record.workload.step}, not attention alone"
     if record.environment is None:
         return "has no record of where it was measured"
+    return _why_not_by_name(record, constraints, left_out) or _why_outside(record, constraints)
+
+
+def _why_not_by_name(record: Record, constraints: Constraints, left_out: Mapping[str, str]) -> str | None:
+    """Return why an implementation may be chosen nowhere, whatever was measured; None if it may."""
     name = record.implementation
     if "." not in name:
         return "is a bare function: register it as an implementation"
     by_name = name in constraints.only or label(record) in constraints.only
     if not by_name and (name in left_out or name in WRAPPERS):
         return left_out.get(name) or WRAPPERS[name]
-    if _is_named(name, label(record), constraints.forbid):
-        return "is forbidden"
+    return "is forbidden" if _is_named(name, label(record), constraints.forbid) else None
+
+
+def _why_outside(record: Ok, constraints: Constraints) -> str | None:
+    """Return which constraint a measurement does not keep to; None if it keeps to all."""
     if constraints.deterministic and not record.deterministic:
         return "is not deterministic"
     peak, limit = record.memory.peak_bytes, constraints.max_memory
@@ -119,6 +136,8 @@ class Ground(Struct, frozen=True):
     place: Place
     standings: dict[str, Standing]
     """Workload id -> standing of its candidates, all from one run."""
+    barred: tuple[Barred, ...] = ()
+    """Who may not be chosen where, by measurement."""
 
     @property
     def by_shape(self) -> dict[Shape, list[Standing]]:
@@ -135,31 +154,96 @@ class Ground(Struct, frozen=True):
             yield track, names, {length(r.workload): r.workload for records in names.values() for r in records}
 
 
+class _Bars:
+    """Who may not be chosen, place by place: found incorrect, or outside the constraints by the newest time."""
+
+    def __init__(self, records: Sequence[Record], constraints: Constraints, left_out: Mapping[str, str]) -> None:
+        """Keep what might be chosen by its name; `records` are the oldest first."""
+        self._records = [
+            one for one in records
+            if not one.workload.step
+            and allowed(one.implementation, label(one), constraints)
+            and _why_not_by_name(one, constraints, left_out) is None
+        ]  # fmt: skip
+        self._constraints = constraints
+        self._places = RecordPlaces()
+        self._found: dict[tuple[object, ...], tuple[Barred, ...]] = {}
+
+    def at(self, place: Place) -> tuple[Barred, ...]:
+        """Return who may not be chosen at a place, workload by workload, in the order of a file."""
+        if place.key not in self._found:
+            wrong, outside = by_workload(incorrect_at(place, self._records)), by_workload(self._outside(place))
+            barred = [
+                Barred(
+                    at=shape_of(group[0].workload),
+                    measured=key,
+                    incorrect=_labels(wrong.get(key, ())),
+                    kept_out=_labels(outside.get(key, ())),
+                )
+                for key, group in (outside | wrong).items()
+            ]
+            self._found[place.key] = tuple(sorted(barred, key=lambda one: (one.at.order, one.measured)))
+        return self._found[place.key]
+
+    def names(self, place: Place, shape: Shape) -> dict[str, str]:
+        """Return who may not be chosen for a shape, and why."""
+        found: dict[str, str] = {}
+        for one in self.at(place):
+            if one.at == shape:
+                found |= dict.fromkeys(one.kept_out, f"is outside the constraints at {one.measured}")
+                found |= dict.fromkeys(one.incorrect, f"is incorrect at {one.measured}, which has the same shape")
+        return found
+
+    def _outside(self, place: Place) -> list[Ok]:
+        """Return the newest timed record of each cell at a place, of those that do not keep to the constraints."""
+        newest = {
+            one.cell.id: one
+            for one in self._records
+            if is_timed(one) and not one.approximate and self._places.of(one)[1].agrees(place)
+        }
+        return [one for one in newest.values() if _why_outside(one, self._constraints) is not None]
+
+
+def _labels(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(sorted(set(map(label, records))))
+
+
 def survey(
     sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ground], list[Refusal], list[Setback]]:
     """Return the measurements of each place, what may not be chosen, and the candidates that a newer run found
-    incorrect (they are left out) or could not run; oldest source first."""
+    incorrect (they are left out) or could not run; oldest source first. Of two runs that one is newer on a workload
+    whose ranked records are."""
     grounds: dict[tuple[object, ...], Ground] = {}
+    held: dict[tuple[object, ...], dict[str, list[tuple[tuple[str, int], Standing]]]] = {}
     homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
     refused: list[Refusal] = []
-    known = setbacks([by_date(one for source in sources for one in source.dated)])
+    every = by_date(one for source in sources for one in source.dated)
+    known, bars = setbacks([every]), _Bars(every, constraints, left_out)
     wrong = {id(one.record) for one in known if one.is_wrong}
-    for source in sources:
+    for number, source in enumerate(sources):
         records = [record for record in source.records if id(record) not in wrong]
         found, others = eligible(records, constraints, left_out)
         refused += others
-        for place, workload, standing in _standings(records, found):
+        for place, workload, standing, when in _standings(records, found, source.dated):
+            out = bars.names(place, shape_of(standing.workload))
+            refused += [(record, out[name]) for name, record in standing.ranked.items() if name in out]
+            standing = standing.only(lambda record, out=out: label(record) not in out)
+            if not standing.ranked:
+                continue
             key = next((one for one, ground in grounds.items() if ground.place.agrees(place)), place.key)
             ground = grounds.setdefault(key, Ground(place, {}))
-            if workload not in ground.standings or supersedes(standing, ground.standings[workload]):
-                ground.standings[workload] = standing
-                homes.setdefault(key, {})[workload] = source
+            held.setdefault(key, {}).setdefault(workload, []).append(((when, number), standing))
             runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
             made = max(ground.place.made, source.created)
             software = dict(sorted((place.software | ground.place.software).items()))
             merged = structs.replace(ground.place, runs=runs, made=made, software=software)
-            grounds[key] = Ground(merged, ground.standings)
+            grounds[key] = Ground(merged, ground.standings, bars.at(merged))
+    for key, workloads in held.items():
+        for workload, several in workloads.items():
+            (_, number), standing = deciding(sorted(several, key=lambda one: one[0]))
+            homes.setdefault(key, {})[workload] = sources[number]
+            grounds[key].standings[workload] = standing
     used: set[int] = set()
     for key, ground in grounds.items():
         for workload, standing in ground.standings.items():
@@ -170,18 +254,22 @@ def survey(
     return list(grounds.values()), refused, told
 
 
-def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[tuple[Place, str, Standing]]:
-    """Yield place, workload id and standing of the candidates of a run, by place and workload. The whole run is ranked,
-    device by device, before candidates are selected: records that may not be chosen still decide by which clock a
-    workload is compared."""
+def _standings(
+    records: Sequence[Record], candidates: Sequence[Ok], dated: Iterable[tuple[str, Record]]
+) -> Iterable[tuple[Place, str, Standing, str]]:
+    """Yield place, workload id, standing and its date, of the candidates of a run, by place and workload. The whole run
+    is ranked, device by device, before candidates are selected: records that may not be chosen still decide by which
+    clock a workload is compared."""
 
     def cell_of(record: Record) -> tuple[str, str, str]:
         return device_of(record), framework_of(record), record.cell.id
 
     known = RecordPlaces()
     places = {cell_of(record): known.of(record)[1] for record in candidates}
+    dates = {id(record): when for when, record in dated}
     for device in dict.fromkeys(map(device_of, records)):
-        for workload, whole in Standings([[r for r in records if device_of(r) == device]], known=()).by_run[0].items():
+        standings = Standings([[r for r in records if device_of(r) == device]], known=(), dates=dates)
+        for workload, whole in standings.by_run[0].items():
             here = {place.key: place for row in whole.rows if (place := places.get(cell_of(row.record))) is not None}
             for key, place in here.items():
 
@@ -191,4 +279,4 @@ def _standings(records: Sequence[Record], candidates: Sequence[Ok]) -> Iterable[
 
                 standing = whole.only(is_candidate)
                 if standing.ranked:
-                    yield place, workload, standing
+                    yield place, workload, standing, standings.made(0, standing)

@@ -26,6 +26,7 @@ from attnbench.policy import (
     Policy,
     Regret,
     Shape,
+    coverings,
     pooled,
     shape_of,
 )
@@ -107,7 +108,7 @@ def choose(
         picked = {shape: pick(standings, around) for shape, standings in ground.by_shape.items()}
         entries = [Entry(at=shape, use=choice) for shape, choice in picked.items() if choice is not None]
         entries.sort(key=lambda entry: entry.at.order)
-        place = structs.replace(ground.place, entries=tuple(entries))
+        place = structs.replace(ground.place, entries=tuple(entries), barred=ground.barred)
         if entries:
             facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
             places.append(structs.replace(place, within=constraints or None, **facts))
@@ -272,9 +273,10 @@ def held_out_of(place: Place, ground: Ground) -> Regret | None:
     without a neighbour are counted as missed."""
 
     def by_neighbours(shape: Shape, _: Sequence[Standing]) -> Choice | None:
-        others = tuple(one for one in place.entries if one.at != shape)
-        near = structs.replace(place, entries=others).nearest(shape)
-        return None if near is None or near[0] > REACH else near[1].use
+        entries, barred = ([one for one in some if one.at != shape] for some in (place.entries, place.barred))
+        others = structs.replace(place, entries=tuple(entries), barred=tuple(barred))
+        found = (one.use for one in coverings([others], shape) if one.distance <= REACH)
+        return next((use for use in found if use is not None), None)
 
     return _regret(ground, by_neighbours, {entry.at for entry in place.entries})
 

@@ -165,11 +165,14 @@ def _decide_automatically(demand: Demand) -> PickDecision:
     """Decide by the active policies, and if none has a choice that can run, by the fixed order."""
     candidates: list[Candidate] = []
     missed: list[str] = []
-    for active in policy.active():
-        choice = active.choice(demand.workload, demand.framework, demand.environment)
+    wrong: dict[str, str] = {}
+    policies = policy.active()
+    for number, active in enumerate(policies):
+        choice = active.choice(demand.workload, demand.framework, demand.environment, policies[:number])
+        wrong = active.incorrect(demand.workload, demand.framework, demand.environment) | wrong
         if choice is None:
             if not _is_for_other_devices(active, demand.environment):
-                why = active.miss(demand.workload, demand.framework, demand.environment)
+                why = active.miss(demand.workload, demand.framework, demand.environment, policies[:number])
                 missed.append(why or f"{active.name} has no entry")
             continue
         ranked = [(choice.implementation, choice.config, choice.label, choice.regret)]
@@ -191,7 +194,11 @@ def _decide_automatically(demand: Demand) -> PickDecision:
                 return PickDecision(pick, config, why, candidates, evidence, tuple(missed))
         missed.append(f"the choice of {active.name} ({choice.label}) cannot run here")
     tried = {one.name for one in candidates}
-    fixed = [Candidate(name, why_not_auto(name, {}, demand)) for name in order_of(demand) if name not in tried]
+    fixed = [
+        Candidate(name, why_not_auto(name, {}, demand) or wrong.get(name))
+        for name in order_of(demand)
+        if name not in tried
+    ]
     pick = next((registry.get(one.name) for one in fixed if one.reason is None), None)
     return PickDecision(pick, {}, FIXED if pick else "all refuse", [*candidates, *fixed], None, tuple(missed))
 

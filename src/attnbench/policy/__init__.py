@@ -7,13 +7,16 @@ from attnbench.policy.files import load_policy, packaged, policy_text, read_poli
 from attnbench.policy.policy import (
     SCHEMA,
     Alternative,
+    Barred,
     Choice,
     Constraints,
+    Covering,
     Crossing,
     Entry,
     Place,
     Policy,
     Regret,
+    coverings,
     place_of,
     pooled,
 )
@@ -31,9 +34,10 @@ from attnbench.policy.stack import (
 )
 
 __all__ = [
-    "Alternative", "Choice", "Constraints", "Crossing", "Entry", "Place", "Policy", "PolicyAnswer", "Regret", "Shape",
+    "Alternative", "Barred", "Choice", "Constraints", "Covering", "Crossing", "Entry", "Place", "Policy",
+    "PolicyAnswer", "Regret", "Shape",
     "REACH", "SCHEMA",
-    "active", "checkpoint_context", "distance", "find", "forget", "generation", "load_policy", "mask_kind", "on_miss",
-    "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",
+    "active", "checkpoint_context", "coverings", "distance", "find", "forget", "generation", "load_policy", "mask_kind",
+    "on_miss", "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",
     "use_policy",
 ]  # fmt: skip

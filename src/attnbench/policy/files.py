@@ -1,4 +1,4 @@
-"""Policy files: JSON that people can read, with one line for the shape of an entry and one for its choice."""
+"""Policy files: JSON that people can read, with one line for each part of an entry: its shape, its choice."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def packaged() -> tuple[Policy, ...]:
 
 
 def _indented(value: Any, depth: int) -> str:
-    """Return indented JSON, with values that fit on one line, and the shape and the choice of an entry, on one line."""
+    """Return indented JSON, with values that fit on one line, and the parts of what is said of a shape, on one line."""
     line = _line(value)
     if not isinstance(value, dict | list | tuple) or len(line) + depth <= WIDTH:
         return line
     pad, close = " " * (depth + 1), " " * depth
     if isinstance(value, dict):
         inner = [
-            f"{pad}{_line(key)}: {_line(one) if 'use' in value else _indented(one, depth + 1)}"
+            f"{pad}{_line(key)}: {_line(one) if 'at' in value else _indented(one, depth + 1)}"
             for key, one in value.items()
         ]
         return "{\n" + ",\n".join(inner) + f"\n{close}}}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from math import exp, inf, isfinite, log
 
 import msgspec
@@ -91,6 +91,8 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Implementations that the maker of the policy asked for by name; empty in a file, whose place holds them."""
     caveat: str = ""
     """Facts of the place that are not known, such as the kind of its processor; empty in a file."""
+    left_out: str = ""
+    """Why the choice of the entry is left out, if an alternative stands in for it; empty in a file."""
 
     def __post_init__(self) -> None:
         if not self.implementation:
@@ -102,7 +104,7 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     @property
     def regret_known(self) -> bool:
-        """True if the regret is known: off the grid only if shapes were held out."""
+        """True if the regret is known: off the grid only if shapes were held out, and of no alternative."""
         return isfinite(self.regret_high)
 
     @property
@@ -110,12 +112,28 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         """Fastest alternative; None without one."""
         return self.alternatives[0] if self.alternatives else None
 
+    def without(self, names: Container[str]) -> Choice | None:
+        """Return the choice among those that are not in `names`; None if nobody is left."""
+        left = [one for one in self.alternatives if one.label not in names]
+        gone = len(self.alternatives) - len(left) + (self.label in names)
+        if not gone:
+            return self
+        rest = structs.replace(self, candidates=max(1, self.candidates - gone), alternatives=tuple(left))
+        if self.label not in names:
+            return rest
+        if not left:
+            return None
+        first, others = left[0], [structs.replace(one, ratio=round(one.ratio / left[0].ratio, 4)) for one in left[1:]]
+        use = {"implementation": first.implementation, "config": first.config, "alternatives": tuple(others)}
+        return structs.replace(rest, regret=1.0, regret_high=inf, **use)
+
     def __str__(self) -> str:
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
-        lost = f"expected regret {self.regret:.3f}" if self.regret_known else "regret unknown off the grid"
+        unknown = "regret unknown" if self.left_out else "regret unknown off the grid"
+        lost = f"expected regret {self.regret:.3f}" if self.regret_known else unknown
         kept = f", chosen within: {self.within}" if self.within else ""
-        unsure = f", {self.caveat}" if self.caveat else ""
+        unsure = "".join(f", {one}" for one in (self.left_out, self.caveat) if one)
         return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}{unsure}"
 
 
@@ -124,6 +142,19 @@ class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
 
     at: Shape
     use: Choice
+
+
+class Barred(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A measured workload, and who may not be chosen for its shape, nor where it is nearer than the entry that names
+    them. A shape says neither scale nor value of the soft cap, so that what was found at one holds for all."""
+
+    at: Shape
+    measured: str = ""
+    """Id of the workload."""
+    incorrect: tuple[str, ...] = ()
+    """Names in tables of those that were found incorrect."""
+    kept_out: tuple[str, ...] = ()
+    """Names in tables of those that did not keep to the constraints of the place."""
 
 
 SCHEMA = 1
@@ -180,6 +211,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     """Regret off the grid: each shape in turn is left out, and its choice is read from the remaining entries."""
     crossings: tuple[Crossing, ...] = ()
     entries: tuple[Entry, ...] = ()
+    barred: tuple[Barred, ...] = ()
+    """Who may not be chosen where, by measurement."""
 
     def __post_init__(self) -> None:
         times = Counter(entry.at for entry in self.entries)
@@ -238,7 +271,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return f"on a processor named {self.device_name} whose kind was not recorded"
 
     def nearest(self, shape: Shape) -> tuple[float, Entry] | None:
-        """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one.
+        """Return the nearest entry in log space that agrees in every hard axis, with its distance; None without one."""
+        return next(iter(self.by_distance(shape)), None)
+
+    def by_distance(self, shape: Shape) -> list[tuple[float, Entry]]:
+        """Return the entries that agree with a shape in every hard axis, each with its distance, nearest first.
 
         If memory is bounded, a shape that is larger than a measured one in any axis may need more, so that its entry
         does not cover it.
@@ -246,7 +283,59 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         bounded = self.within is not None and self.within.max_memory is not None
         entries = [one for one in self.entries if one.at.hard == shape.hard and not (bounded and shape.exceeds(one.at))]
         found = ((distance(entry.at, shape), entry) for entry in entries)
-        return min(found, key=lambda one: (one[0], one[1].at.order), default=None)
+        return sorted(found, key=lambda one: (one[0], one[1].at.order))
+
+
+class Covering(Struct, frozen=True, kw_only=True):
+    """An entry that covers a shape, and those of its candidates that may not be chosen for it."""
+
+    place: Place
+    entry: Entry
+    distance: float
+    barred: dict[str, str]
+    """Name in tables -> why it may not be chosen."""
+
+    @property
+    def use(self) -> Choice | None:
+        """Choice of the entry among those that are left; None if nobody is."""
+        use = self.entry.use.without(self.barred)
+        why = self.barred.get(self.entry.use.label, "")
+        if use is None or not why:
+            return use
+        return structs.replace(use, left_out=f"{self.entry.use.label} is left out: {why}")
+
+
+def coverings(places: Sequence[Place], shape: Shape, asked: Sequence[Place] = ()) -> list[Covering]:
+    """Return the entries that agree with a shape in every hard axis, nearest first, of places that hold together; of
+    two as near, that of the earlier place comes first.
+
+    Whoever was found incorrect at a shape no further away than the entry is left out of it, whichever of the places
+    found it, or those of policies that were `asked` before; so is whoever did not keep to the constraints of the place
+    of the entry.
+    """
+    near = [(octaves, entry, place) for place in places for octaves, entry in place.by_distance(shape)]
+    known = [
+        (distance(one.at, shape), one, place)
+        for place in (*places, *asked)
+        for one in place.barred
+        if one.at.hard == shape.hard
+    ]
+    known.sort(key=lambda one: one[0])
+
+    def barred(within: float, home: Place) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for octaves, one, place in known:
+            if octaves <= within:
+                for name in one.incorrect:
+                    found.setdefault(name, f"found incorrect at {one.measured or one.at.title}")
+                for name in one.kept_out if place is home else ():
+                    found.setdefault(name, f"outside the constraints at {one.measured or one.at.title}")
+        return found
+
+    return [
+        Covering(place=place, entry=entry, distance=octaves, barred=barred(octaves, place))
+        for octaves, entry, place in sorted(near, key=lambda one: one[0])
+    ]
 
 
 class Policy(
@@ -279,17 +368,22 @@ class Policy(
         """Twelve hex digits of a hash of the content."""
         return hashlib.sha256(msgspec.json.encode(structs.replace(self, origin=""), order="sorted")).hexdigest()[:12]
 
-    def choice(self, workload: Workload, framework: str, environment: Environment) -> Choice | None:
+    def choice(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy] = ()
+    ) -> Choice | None:
         """Return the choice of the nearest measured shape within reach, at a place that holds here; None on a miss.
 
+        Whoever may not be chosen, by what was measured as near or nearer, is left out; with nobody left the next
+        nearest shape answers. What policies that were `asked` before found incorrect is left out as well.
         Off the grid the regret is that of the entry times the mean regret of held-out shapes; if no shape was held out
         it is not known, and `regret_high` is infinite.
         """
-        found = self._nearest(workload, framework, environment)
-        if found is None or found[0] > REACH:
+        found = (one for one in self._coverings(workload, framework, environment, asked) if one.distance <= REACH)
+        covering, use = next(((one, use) for one in found if (use := one.use) is not None), (None, None))
+        if covering is None or use is None:
             return None
-        octaves, entry, place = found
-        use, off_grid = structs.replace(entry.use, named=(), caveat=place.caveat(environment)), place.held_out
+        octaves, place = covering.distance, covering.place
+        use, off_grid = structs.replace(use, named=(), caveat=place.caveat(environment)), place.held_out
         if place.within:
             use = structs.replace(use, within=str(place.within), named=place.within.only)
         if octaves == 0:
@@ -300,26 +394,47 @@ class Policy(
         high = max(regret, use.regret_high, off_grid.worst)
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
-    def miss(self, workload: Workload, framework: str, environment: Environment) -> str | None:
+    def miss(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy] = ()
+    ) -> str | None:
         """Return why `choice` returns None; None if it returns a choice."""
         environment = structs.replace(environment, framework=framework)
         if why := self.stale(environment):
             return why
-        found = self._nearest(workload, framework, environment)
+        found = self._coverings(workload, framework, environment, asked)
         shape = shape_of(workload)
-        if found is None:
+        if not found:
             entries = [entry for place in self.places if place.stale(environment) is None for entry in place.entries]
             if any(entry.at.hard == shape.hard for entry in entries):
                 return f"{self.name} bounds memory, and {shape.title}, larger than every measured shape, may need more"
             return f"{self.name} has no entry for {_missing_axes(shape, entries)}"
-        if found[0] <= REACH:
-            return None
-        texts = (f"{found[0]:.{digits}f}" for digits in range(1, 16))  # with digits enough to show that it is too far
-        octaves = next((text for text in texts if float(text) > REACH), str(found[0]))
+        nearest = found[0]
+        if nearest.distance <= REACH:
+            if any(one.use is not None for one in found if one.distance <= REACH):
+                return None
+            use = nearest.entry.use
+            reasons = [f"{one.label} was {nearest.barred[one.label]}" for one in (use, *use.alternatives)]
+            return f"{self.name} has nobody left for {shape.title}: {'; '.join(reasons)}"
+        # with digits enough to show that it is too far
+        texts = (f"{nearest.distance:.{digits}f}" for digits in range(1, 16))
+        octaves = next((text for text in texts if float(text) > REACH), str(nearest.distance))
         return (
-            f"the nearest entry of {self.name} ({found[1].at.title}) is {octaves} octaves away, "
+            f"the nearest entry of {self.name} ({nearest.entry.at.title}) is {octaves} octaves away, "
             f"more than the limit of {REACH:g}"
         )
+
+    def incorrect(self, workload: Workload, framework: str, environment: Environment) -> dict[str, str]:
+        """Return who was found incorrect at the shape of a workload, at a place that holds here, and where."""
+        environment = structs.replace(environment, framework=framework)
+        known = [
+            one for place in self.places if place.barred and place.stale(environment) is None for one in place.barred
+        ]
+        if not known:
+            return {}
+        shape = shape_of(workload)
+        return {
+            name: f"was found incorrect at {one.measured}" for one in known if one.at == shape for name in one.incorrect
+        }
 
     def stale(self, environment: Environment) -> str | None:
         """Return why no place holds in an environment (device, framework or software differ); None if one does."""
@@ -344,18 +459,17 @@ class Policy(
             places[place.key] = _merge_places(places[place.key], place) if place.key in places else place
         return Policy(places=tuple(places[key] for key in sorted(places, key=repr)))
 
-    def _nearest(
-        self, workload: Workload, framework: str, environment: Environment
-    ) -> tuple[float, Entry, Place] | None:
+    def _coverings(
+        self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy]
+    ) -> list[Covering]:
         environment = structs.replace(environment, framework=framework)
-        shape = shape_of(workload)
         # Of two places that hold here, the one that says which processor is preferred, then that which shares more
         # packages, then the newer.
         places = [place for place in self.places if place.stale(environment) is None]
         shared = environment.packages.keys()
         places.sort(key=lambda place: (place.processor != "", len(place.software.keys() & shared), place.made))
-        found = [(*one, place) for place in reversed(places) if (one := place.nearest(shape)) is not None]
-        return min(found, key=lambda one: one[0], default=None)
+        before = [place for one in asked for place in one.places if place.stale(environment) is None]
+        return coverings(places[::-1], shape_of(workload), before)
 
 
 def place_of(environment: Environment) -> Place:
@@ -399,16 +513,35 @@ def _merge_places(old: Place, new: Place) -> Place:
         held_out=held_out,
         crossings=tuple({(one.track, one.pass_, one.below, one.above): one for one in crossings}.values()),
         entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
+        barred=_merge_barred(old, new),
     )
 
 
+def _merge_barred(old: Place, new: Place) -> tuple[Barred, ...]:
+    """Return who may not be chosen by either place. Whom the newer place has among its candidates for the very workload
+    at which the older barred them may be chosen again."""
+    right = {
+        (entry.at, entry.use.measured): {entry.use.label, *(one.label for one in entry.use.alternatives)}
+        for entry in new.entries
+    }
+    found: dict[tuple[Shape, str], Barred] = {(one.at, one.measured): one for one in new.barred}
+    for one in old.barred:
+        key = one.at, one.measured
+        there, gone = found.get(key, Barred(at=one.at, measured=one.measured)), right.get(key, set())
+        incorrect = {*there.incorrect, *(name for name in one.incorrect if name not in gone)}
+        kept_out = {*there.kept_out, *(name for name in one.kept_out if name not in gone)}
+        names = {"incorrect": tuple(sorted(incorrect)), "kept_out": tuple(sorted(kept_out))}
+        found[key] = structs.replace(there, **names)
+    kept = [one for one in found.values() if one.incorrect or one.kept_out]
+    return tuple(sorted(kept, key=lambda one: (one.at.order, one.measured)))
+
+
 def _merge_held_out(old: Place, new: Place) -> Regret | None:
-    """Pool the held-out regrets of two places; runs and shapes that are part of the other are not counted again."""
-    for whole, part in ((old, new), (new, old)):
-        shapes = {entry.at for entry in whole.entries}
-        if whole.held_out and set(part.runs) <= set(whole.runs) and shapes.issuperset(e.at for e in part.entries):
-            return whole.held_out
-    return pooled((old.held_out, new.held_out))
+    """Pool the held-out regrets of two places. No shape is counted twice: of places that share some, that with more
+    held-out shapes speaks, of as many the newer."""
+    shared = {entry.at for entry in old.entries} & {entry.at for entry in new.entries}
+    known = [one for one in (new.held_out, old.held_out) if one is not None]
+    return max(known, key=lambda one: one.shapes, default=None) if shared else pooled(known)
 
 
 def _missing_axes(shape: Shape, entries: Iterable[Entry]) -> str:

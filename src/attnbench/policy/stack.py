@@ -163,13 +163,15 @@ def forget() -> None:
 
 
 def find(workload: Workload, framework: str, environment: Environment) -> PolicyAnswer:
-    """Return the choice of the first active policy that has one, and why the policies before it have none."""
+    """Return the choice of the first active policy that has one, and why the policies before it have none. Whom these
+    found incorrect it does not choose."""
     misses: list[str] = []
-    for policy in active():
-        choice = policy.choice(workload, framework, environment)
+    policies = active()
+    for number, policy in enumerate(policies):
+        choice = policy.choice(workload, framework, environment, policies[:number])
         if choice is not None:
             return PolicyAnswer(choice=choice, policy=policy, misses=tuple(misses))
-        misses.append(policy.miss(workload, framework, environment) or "")
+        misses.append(policy.miss(workload, framework, environment, policies[:number]) or "")
     return PolicyAnswer(choice=None, misses=tuple(misses))
 
 

@@ -6,10 +6,10 @@ docs/method.md ("Who is faster?") describes the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
@@ -37,6 +37,8 @@ from attnbench.results.records import (
 )
 from attnbench.spec import ONLY_TIMED, Environment, Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
 
+Named = TypeVar("Named")
+"""Name or number of a run, beside its standing."""
 NOT_TIMED = "verified, not timed"
 """Beginning of the note of a record that may be checked but not timed, such as one of an interpreter."""
 OTHER_CLOCK, OTHER_SITTING = "timed by another clock", "timed in another sitting"
@@ -300,7 +302,7 @@ def setbacks(runs: Iterable[Iterable[Record]]) -> list[Setback]:
         newer = judged.setdefault(key, [])
         if is_timed(record):
             whole = _verdict(newer)
-            wrong = whole if isinstance(whole, Incorrect) else _wrong_where_it_counts(record, newer, places)
+            wrong = whole if isinstance(whole, Incorrect) else _wrong_where(places.of(record)[1], newer, places)
             if wrong is not None:
                 found.append(Setback(record, wrong, right_elsewhere=wrong is not whole))
             elif key in losses:
@@ -326,15 +328,39 @@ def _verdict(judged: Iterable[Ok | Incorrect]) -> Ok | Incorrect | None:
     return verdict
 
 
-def _wrong_where_it_counts(record: Ok, newer: Sequence[Ok | Incorrect], places: RecordPlaces) -> Incorrect | None:
-    """Return the verdict of a place where a timed record would count and its cell is incorrect; None without one."""
+def _wrong_where(home: Place, newer: Sequence[Ok | Incorrect], places: RecordPlaces) -> Incorrect | None:
+    """Return the verdict of a place where records of the place `home` would count and their cell is incorrect; None
+    without one."""
     for one in (one for one in newer if isinstance(one, Incorrect)):
         environment, place = places.of(one)
-        if places.of(record)[1].stale(environment) is None:
+        if home.stale(environment) is None:
             verdict = _verdict(other for other in newer if places.of(other)[1].agrees(place))
             if isinstance(verdict, Incorrect):
                 return verdict
     return None
+
+
+def incorrect_at(home: Place, records: Sequence[Record]) -> list[Incorrect]:
+    """Return the verdict of each cell that is incorrect at a place, by the rules of `setbacks`: where its newest time
+    there, if it has one, does not count. The records are the oldest first."""
+    places = RecordPlaces()
+    judged: dict[str, list[Ok | Incorrect]] = {}
+    timed: set[str] = set()
+    for record in reversed(records):
+        if device_of(record) != home.device_name or framework_of(record) != home.framework or is_anchor(record):
+            continue
+        if isinstance(record, Ok | Incorrect) and record.cell.id not in timed:
+            if is_timed(record) and places.of(record)[1].agrees(home):
+                timed.add(record.cell.id)
+                judged.setdefault(record.cell.id, [])
+            else:
+                judged.setdefault(record.cell.id, []).append(record)
+    found: list[Incorrect] = []
+    for newer in judged.values():
+        whole = _verdict(newer)
+        wrong = whole if isinstance(whole, Incorrect) else _wrong_where(home, newer, places)
+        found += [] if wrong is None else [wrong]
+    return found
 
 
 class RecordPlaces:
@@ -370,7 +396,8 @@ class Position(Struct, frozen=True):
 class Standings:
     """The standings of all workloads of some runs of one machine, each by the run that decides it.
 
-    A run decides a workload for each framework on its own: a framework may have had a run to itself. Frameworks are
+    Of two runs that one is newer on a workload whose ranked records are: a file may have been resumed after another
+    was begun. A run decides a workload for each framework on its own: it may have had a run to itself. Frameworks are
     ranked together if one run decides for all of them; else the framework whose run prevails stands for the workload.
     Times of a cell that a newer run found incorrect are left out of every run.
     """
@@ -380,9 +407,11 @@ class Standings:
         runs: Iterable[Iterable[Record]],
         against: Sequence[str] = (),
         known: Iterable[Setback] | None = None,
+        dates: Mapping[int, str] | None = None,
     ) -> None:
         """Rank every workload of each run; `runs` are the oldest first, `against` names the baseline. `known` are the
-        setbacks of all runs, if these are a part of them."""
+        setbacks of all runs, if these are a part of them; `dates` the dates of records by their identity, without which
+        a run is as old as its place says."""
         whole = [[r for r in run if not is_anchor(r)] for run in runs]
         held = {id(record) for run in whole for record in run}
         known = setbacks(whole) if known is None else known
@@ -398,23 +427,40 @@ class Standings:
         """Step -> name of what speed-ups of its workloads are against."""
         self.by_run = [{key: self._rank(group) for key, group in by_workload(run).items()} for run in self.runs]
         """Run by run, workload id -> its standing, by the last record of each cell on each device."""
+        self._dates = [{_spot(record): (dates or {}).get(id(record), "") for record in run} for run in self.runs]
 
     def _rank(self, group: Iterable[Record]) -> Standing:
-        last = {(device_of(record), record.cell.id): condensed(record) for record in group}
+        last = {_spot(record): condensed(record) for record in group}
         return standing_of(last.values(), self.baselines[next(iter(last.values())).workload.step])
+
+    def made(self, number: int, standing: Standing) -> str:
+        """Return when a standing of a run was made: the newest date of its ranked records, of all without any; empty if
+        none is known."""
+        records = list(standing.ranked.values()) or [row.record for row in standing.rows]
+        return max((self._dates[number][_spot(record)] for record in records), default="")
+
+    def _by_age(self, found: Iterable[tuple[int, Standing]]) -> list[tuple[int, Standing]]:
+        """Return standings of one workload with the numbers of their runs, oldest first."""
+        return sorted(found, key=lambda one: (self.made(*one), one[0]))
+
+    def _held(self, key: str) -> list[tuple[int, Standing]]:
+        """Return the standings of a workload with the numbers of their runs, oldest first."""
+        return self._by_age((number, run[key]) for number, run in enumerate(self.by_run) if key in run)
 
     @cached_property
     def _decided(self) -> dict[str, dict[str, tuple[int, Standing]]]:
         """Workload id -> framework -> number and standing of the run that decides."""
-        decided: dict[str, dict[str, tuple[int, Standing]]] = {}
+        held: dict[str, dict[str, list[tuple[int, Standing]]]] = {}
         for number, run in enumerate(self.by_run):
             for key, whole in run.items():
-                homes = decided.setdefault(key, {})
+                homes = held.setdefault(key, {})
                 for name in dict.fromkeys(framework_of(row.record) for row in whole.rows):
                     one = whole.only(lambda record, name=name: framework_of(record) == name)
-                    if one.ranked and (name not in homes or supersedes(one, homes[name][1])):
-                        homes[name] = number, one
-        return decided
+                    if one.ranked:
+                        homes.setdefault(name, []).append((number, one))
+        return {
+            key: {name: deciding(self._by_age(found)) for name, found in homes.items()} for key, homes in held.items()
+        }
 
     @cached_property
     def frameworks(self) -> dict[str, dict[str, Standing]]:
@@ -431,13 +477,14 @@ class Standings:
         found: dict[str, tuple[int, Standing]] = {}
         for key, homes in self._decided.items():
             if not homes:
-                number = max(number for number, run in enumerate(self.by_run) if key in run)
-                found[key] = number, self.by_run[number][key]
-            for number in sorted({number for number, _ in homes.values()}):
+                found[key] = self._held(key)[-1]
+                continue
+            standings: list[tuple[int, Standing]] = []
+            for number in {number for number, _ in homes.values()}:
                 others = {name for name, (home, _) in homes.items() if home != number}
                 one = self.by_run[number][key].only(lambda record, others=others: framework_of(record) not in others)
-                if key not in found or supersedes(one, found[key][1]):
-                    found[key] = number, one
+                standings.append((number, one))
+            found[key] = deciding(self._by_age(standings))
         return found
 
     @cached_property
@@ -459,7 +506,7 @@ class Standings:
     def together(self, key: str, *names: str) -> Standing | None:
         """Return the standing in which names took turns on a workload: the one that decides if it ranks them all, else
         that of the newest run that does; None if no run does."""
-        runs = (run[key] for run in reversed(self.by_run) if key in run)
+        runs = (one for _, one in reversed(self._held(key)))
         return next((one for one in (self.overall[key], *runs) if one.ranked.keys() >= set(names)), None)
 
     def order(self, key: str) -> list[Position]:
@@ -485,15 +532,15 @@ class Standings:
     def shown(self) -> list[tuple[int, Record]]:
         """One record of each cell and the number of its run, by one clock per workload and run: of the run that decides
         for its framework if it was timed there, else of the newest."""
-        kept: dict[str, tuple[bool, int, Record]] = {}
+        kept: dict[str, tuple[bool, str, int, Record]] = {}
         for number, run in enumerate(self.runs):
             for key, group in by_workload(run).items():
                 for record in on_one_clock(group):
                     home, _ = self._decided[key].get(framework_of(record), (None, None))
-                    decides = is_timed(record) and home == number
-                    if decides or record.cell.id not in kept or not kept[record.cell.id][0]:
-                        kept[record.cell.id] = decides, number, record
-        return [(number, record) for _, number, record in kept.values()]
+                    found = is_timed(record) and home == number, self._dates[number][_spot(record)], number, record
+                    if record.cell.id not in kept or found[:3] >= kept[record.cell.id][:3]:
+                        kept[record.cell.id] = found
+        return [(number, record) for _, _, number, record in kept.values()]
 
     @cached_property
     def setbacks(self) -> list[Setback]:
@@ -515,7 +562,23 @@ class Standings:
     @property
     def newest(self) -> list[Record]:
         """The newest record of each cell, whichever run decides."""
-        return list({record.cell.id: record for run in self.runs for record in run}.values())
+        newest: dict[str, tuple[str, Record]] = {}
+        for number, run in enumerate(self.runs):
+            for record in run:
+                made = self._dates[number][_spot(record)]
+                if record.cell.id not in newest or made >= newest[record.cell.id][0]:
+                    newest[record.cell.id] = made, record
+        return [record for _, record in newest.values()]
+
+
+def _spot(record: Record) -> tuple[str, str]:
+    """Return device and cell: of the records of a run that share both the last counts."""
+    return device_of(record), record.cell.id
+
+
+def deciding(found: Iterable[tuple[Named, Standing]]) -> tuple[Named, Standing]:
+    """Return the standing that decides a workload, of several with what names their runs, oldest first."""
+    return reduce(lambda old, new: new if supersedes(new[1], old[1]) else old, found)
 
 
 def _is_near(standing: Standing, first: Row, home: Standing, row: Row) -> bool:

@@ -49,10 +49,15 @@ class Cells(Struct, frozen=True):
         return self.standings.records
 
 
-def make_cells(section: Section, against: Sequence[str] = (), known: Iterable[Setback] | None = None) -> Cells:
+def make_cells(
+    section: Section,
+    against: Sequence[str] = (),
+    known: Iterable[Setback] | None = None,
+    dates: Mapping[int, str] | None = None,
+) -> Cells:
     """Return a row for each cell of a section, with its place in the standing of its shape; `known` are the setbacks of
-    all sections."""
-    standings = Standings(list(section.runs.values()), against, known)
+    all sections, `dates` those of records by their identity."""
+    standings = Standings(list(section.runs.values()), against, known, dates)
     records = standings.records
     names = name_shapes(record.workload for record in records)
     baselines = choose_baselines(records, against)

@@ -91,8 +91,9 @@ class Page(Struct, frozen=True):
 
 def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
-    known = setbacks([by_date(one for source in sources for one in source.run.dated)])
-    made = [(section, make_cells(section, against, known)) for section in gather(sources)]
+    dated = [one for source in sources for one in source.run.dated]
+    known, dates = setbacks([by_date(dated)]), {id(record): when for when, record in dated}
+    made = [(section, make_cells(section, against, known, dates)) for section in gather(sources)]
     made = [(section, cells) for section, cells in made if cells.rows]
     labels = order_labels(cell for _, cells in made for cell in cells.rows)
     counts = Counter(section.title for section, _ in made)
