@@ -277,6 +277,22 @@ def test_pytest_benchmark_computes_the_same_figures():
     assert set(document) == {"machine_info", "commit_info", "benchmarks", "datetime", "version"}
 
 
+def test_of_several_commits_none_is_named_for_all():
+    def run(commit: str, created: str, *names: str) -> ExportedRun:
+        records = [ok(name, [1e6] * 5, environment=msgspec.structs.replace(CPU, commit=commit)) for name in names]
+        return ExportedRun(created, HEADER, records, [created] * len(records))
+
+    old, new = run("aaaa", "2026-01-02", "a", "b"), run("bbbb+dirty", "2026-02-03", "b")
+    for sources in ([old, new], [new, old]):
+        document = JSON["pytest-benchmark"](sources)
+        assert document["commit_info"] == {"id": "", "dirty": True}
+        assert document["datetime"] == JSON["google-benchmark"](sources)["context"]["date"] == "2026-02-03"
+        commits = {one["name"][0]: one["extra_info"]["commit"] for one in document["benchmarks"]}
+        assert commits == {"a": "aaaa", "b": "bbbb+dirty"}, "the newest counts"
+    assert JSON["pytest-benchmark"]([old])["commit_info"] == {"id": "aaaa", "dirty": False}
+    assert JSON["pytest-benchmark"]([new])["commit_info"] == {"id": "bbbb", "dirty": True}
+
+
 def test_google_benchmark_has_a_repetition_per_round_and_aggregates():
     document = JSON["google-benchmark"](source([TIMED]))
     assert document["context"]["json_schema_version"] == 1
