@@ -313,6 +313,8 @@ def test_a_ratio_never_hides_on_which_side_of_one_it_is(ratio: Ratio, told: str)
         (Ratio(0.995, 0.993, 0.997), "certainly less than 1 % apart"),
         (Ratio(1.02, 1.005, 1.05), "perhaps less than 1 % apart"),
         (Ratio(0.98, 0.95, 0.995), "perhaps less than 1 % apart"),
+        (Ratio(2.15, 1.002, 3.2), ""),
+        (Ratio(0.47, 0.31, 0.999), ""),
         (Ratio(1.0, 0.999, 1.001), ""),
         (Ratio(1.5, 1.4, 1.6), ""),
         (Ratio(0.5, 0.4, 0.6), ""),

@@ -81,8 +81,9 @@ def vague(ratio: Ratio) -> bool:
 
 
 def slightly_apart(ratio: Ratio) -> str:
-    """Return words for a ratio whose interval leaves out 1 and is yet too near to 1 to rank by; else an empty text."""
-    if ratio.low <= 1 <= ratio.high or ratio.sign:
+    """Return words for a ratio whose interval leaves out 1 and is yet too near to 1 to rank by; an empty text for any
+    other, and if it reaches as far as a good gain."""
+    if ratio.low <= 1 <= ratio.high or category(ratio) != NO_DIFFERENCE:
         return ""
     sure = ratio.low >= 1 / LEAST_DIFFERENCE and ratio.high <= LEAST_DIFFERENCE
     return f"{'certainly' if sure else 'perhaps'} less than {100 * (LEAST_DIFFERENCE - 1):.0f} % apart"
