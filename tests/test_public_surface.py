@@ -334,7 +334,7 @@ def test_a_pytest_session_of_before_is_read():
     made = get_type_hints(defined("write_session"))["session"]
     read = plain(msgspec.json.decode(path.read_bytes(), type=made))
     assert list(differing(written, read)) == []
-    assert [record.implementation for record in defined("read_earlier")(path)] == ["numpy.float32"]
+    assert [record.implementation for record in defined("read_earlier")(path).records] == ["numpy.float32"]
 
 
 # Settings, variables, exit codes

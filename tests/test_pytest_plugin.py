@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points, version
 
 import gate_factory
@@ -19,7 +20,8 @@ import attnbench.runner  # before any run inside this process, which would unloa
 from attnbench.comparison import Comparison
 from attnbench.errors import UsageError
 from attnbench.pytest_plugin import fast_enough
-from attnbench.report.pytest_session import earlier_lines, read_earlier
+from attnbench.report.pytest_session import Earlier, SessionFile, earlier_lines, read_earlier, source_of
+from attnbench.results.run_file import RunWriter, new_header
 from attnbench.spec import Failed
 
 pytest_plugins = "pytester"
@@ -273,7 +275,7 @@ def test_the_session_as_json(run, lab, pytester):
     assert found["attnbench"] == version("attnbench")
     assert found["tests"]["test_the_session_as_json.py::test_measure"] == ["good/b2-t64-h8-d64-full-float32-forward"]
     msgspec.convert(found["comparisons"], list[Comparison])
-    assert len(read_earlier(pytester.path / "deep" / "out.json")) == 2
+    assert len(read_earlier(pytester.path / "deep" / "out.json").records) == 2
 
 
 def test_two_sessions_are_compared(run, lab):
@@ -307,11 +309,16 @@ def test_a_useless_path_is_refused_before_any_test_runs(run, lab, pytester, argu
     assert not lab.asked
 
 
+def session(records, source="", test="test_it.py::test_it"):
+    ids = [record.cell.id for record in records]
+    return SessionFile(records=[*records], comparisons=[], tests={test: ids}, sources=dict.fromkeys(ids, source))
+
+
 def test_another_environment_is_named_and_not_compared():
     other = msgspec.structs.replace(CPU, threads=8, packages={"torch": "2.12.0", "triton": "3.0"})
     then = [ok("a", [1e6] * 5, environment=other), ok("b", [1e6] * 5), ok("c")]
     now = [ok(name, [2e6] * 5) for name in "abcd"]
-    lines = list(earlier_lines(now, then))
+    lines = list(earlier_lines(session(now), Earlier(then)))
     assert lines[0].startswith("b on 1 x 128 tokens")
     assert "2.00x" in lines[0]
     assert lines[1].startswith("not compared (another environment: ")
@@ -324,9 +331,43 @@ def test_another_environment_is_named_and_not_compared():
 
 def test_neither_two_clocks_nor_two_functions_of_one_name_are_compared():
     by_kernel = ok("a", time=record_factory.timing([1e6] * 5, clock="kernel"))
-    assert "clock is wall, was kernel" in next(iter(earlier_lines([ok("a", [1e6] * 5)], [by_kernel])))
-    twice = list(earlier_lines([ok("<lambda>", [1e6] * 5)] * 2, [ok("<lambda>", [1e6] * 5)]))
+    assert "clock is wall, was kernel" in next(earlier_lines(session([ok("a", [1e6] * 5)]), Earlier([by_kernel])))
+    one = ok("<lambda>", [1e6] * 5)
+    twice = list(earlier_lines(session([one] * 2), Earlier([one])))
     assert twice == [f"not compared (measured more than once in this session): <lambda>/{workload().id}"]
+
+
+def test_functions_of_one_name_are_compared_only_for_one_test_or_from_one_file(pytester):
+    one = ok("attend", [1e6] * 5)
+    now = session([one], "tests.kern", "test_it.py::test_slow")
+
+    def told(*then):
+        return next(earlier_lines(now, Earlier(*then)))
+
+    asked = [one.cell.id]
+    assert "1.00x" in told([one], {"test_it.py::test_slow": asked})
+    assert "1.00x" in told([ok("attend"), one, ok("attend")], {"test_it.py::test_slow": asked}), "checks have no time"
+    assert "(another test asked for it in the earlier session)" in told([one], {"test_it.py::test_fast": asked})
+    both = {"test_it.py::test_fast": asked, "test_it.py::test_slow": asked}
+    assert "(measured more than once in the earlier session)" in told([one, one], both)
+    assert "1.00x" in told([one], None, {one.cell.id: "kern.py"})
+    other = told([one], None, {one.cell.id: "fast.py"})
+    assert "(the earlier file measured another function of that name, from fast.py, not tests.kern)" in other
+
+
+def test_a_run_file_knows_the_files_of_its_functions(pytester):
+    path = pytester.path / "old.jsonl"
+    writer = RunWriter(path, new_header("0", "s", {"implementations": ["torch.sdpa", "lib/kern.py:attend"]}))
+    writer.write([ok("torch.sdpa", [1e6] * 5), ok("attend", [1e6] * 5)])
+    writer.close()
+    assert list(read_earlier(path).sources.values()) == ["", "lib/kern.py"]
+
+
+def test_the_source_of_a_function_is_its_module():
+    assert source_of("torch.sdpa") == ""
+    assert source_of("lib/kern.py:attend") == "lib/kern.py"
+    assert source_of(session) == source_of(partial(session, source="a")) == __name__
+    assert source_of(ab.Workload) == ab.Workload.__module__
 
 
 REAL = """
@@ -361,7 +402,7 @@ def test_for_real_in_a_process_of_its_own(pytester):
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["*Failed: unscaled on 1 x 16 tokens*: incorrect: *"])
     result.stdout.fnmatch_lines(["mine on 1 x 16 tokens*: * us *", "2 checked, 1 measured"])
-    records = read_earlier(pytester.path / "out.json")
+    records = read_earlier(pytester.path / "out.json").records
     assert [record.status for record in records] == ["ok", "incorrect", "ok"]
 
 
@@ -388,7 +429,7 @@ def test_workers_of_xdist_hand_over_what_they_measured(pytester, monkeypatch):
     result = pytester.runpytest_subprocess("-n", "2", "--attnbench-json", "out.json", timeout=120)
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["4 measured", "*disturbed each other's times*"])
-    found = read_earlier(pytester.path / "out.json")
+    found = read_earlier(pytester.path / "out.json").records
     assert sorted(record.implementation for record in found) == [f"number-{n}" for n in range(4)]
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from record_factory import ok
 
 import attnbench as ab
 from attnbench import reference, registry, runner
@@ -326,6 +327,17 @@ def test_results_are_a_list_that_knows_names(bench):
     assert results[:1] == [results[0]]
     with pytest.raises(KeyError, match=r"no record of torch.sdpa; there are numpy.reference, numpy.float32"):
         results["torch.sdpa"]
+
+
+def test_results_know_settings_apart():
+    small, large = (ok("torch.chunked", [1e6] * 5, config={"chunk": size}) for size in (16, 64))
+    plain = ok("torch.chunked", [2e6] * 5)
+    results = Results([small, large, plain, ok("torch.flex", config={"block_size": 64})])
+    assert results["torch.chunked"] is plain
+    assert results["torch.chunked[chunk=16]"] is small
+    assert results["torch.flex"] is results["torch.flex[block_size=64]"] is results[3]
+    with pytest.raises(KeyError, match=r"no record of torch.chunked; there are torch.chunked\[chunk=16\], "):
+        Results([small, large])["torch.chunked"]
 
 
 @pytest.mark.torch

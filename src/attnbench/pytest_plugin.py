@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from attnbench.comparison import Comparison
-    from attnbench.report.pytest_session import SessionFile
+    from attnbench.report.pytest_session import Earlier, SessionFile
     from attnbench.runner import Subject
     from attnbench.spec import Record, Workload
 
@@ -37,17 +37,19 @@ class Collected:
         self.records: list[Record] = []
         self.comparisons: list[Comparison] = []
         self.tests: dict[str, list[str]] = {}
+        self.sources: dict[str, str] = {}
 
     def document(self) -> SessionFile:
         """Return the document that `--attnbench-json` writes."""
         from attnbench.report.pytest_session import SessionFile
 
-        return SessionFile(records=self.records, comparisons=self.comparisons, tests=self.tests)
+        return SessionFile(records=self.records, comparisons=self.comparisons, tests=self.tests, sources=self.sources)
 
     def add(self, other: SessionFile) -> None:
         """Add what another process collected."""
         self.records += other.records
         self.comparisons += other.comparisons
+        self.sources |= other.sources
         for test, asked in other.tests.items():
             self.tests.setdefault(test, []).extend(asked)
 
@@ -74,7 +76,7 @@ class Bench:
         import attnbench
 
         settings = self._settings("budget_s", "threads", framework=framework, device=device)
-        return self._keep(attnbench.verify(implementation, _workload(workload, shape), **settings))
+        return self._keep(implementation, attnbench.verify(implementation, _workload(workload, shape), **settings))
 
     def measure(
         self,
@@ -93,7 +95,7 @@ class Bench:
         if not self._timed:
             return self.check(implementation, workload, framework, device=device, **shape)
         settings = self._settings("threads", framework=framework, device=device, budget_s=budget_s)
-        return self._keep(attnbench.measure(implementation, _workload(workload, shape), **settings))
+        return self._keep(implementation, attnbench.measure(implementation, _workload(workload, shape), **settings))
 
     def compare(
         self,
@@ -145,9 +147,8 @@ class Bench:
             record_a=records[0],
             record_b=records[1],
         )
-        for record in records:
-            self._collected.records.append(record)
-            self._note(record.cell.id)
+        for side, record in zip((a, b), records):
+            self._add(side, record)
         lost = next((record for record in reversed(records) if record.status != "ok"), None)
         if lost is not None:
             self._give_up(comparison, _outcome_text(lost))
@@ -170,15 +171,21 @@ class Bench:
         options = defaults | {name: value for name, value in given.items() if value is not None}
         return {name: value for name, value in options.items() if name not in unused}
 
-    def _keep(self, record: Record) -> Record:
+    def _keep(self, asked: Subject, record: Record) -> Record:
         __tracebackhide__ = True
-        self._collected.records.append(record)
-        self._note(record.cell.id)
+        self._add(asked, record)
         if record.status == "unsupported":
             pytest.skip(_outcome_text(record))
         if record.status != "ok":
             pytest.fail(_outcome_text(record))
         return record
+
+    def _add(self, asked: Subject, record: Record) -> None:
+        from attnbench.report.pytest_session import source_of
+
+        self._collected.records.append(record)
+        self._collected.sources[record.cell.id] = source_of(asked)
+        self._note(record.cell.id)
 
     def _note(self, asked: str) -> None:
         self._collected.tests.setdefault(self._node.nodeid, []).append(asked)
@@ -237,8 +244,8 @@ def _workload(workload: AnyWorkload, shape: Mapping[str, Any]) -> Workload:
 
 
 COLLECTED = pytest.StashKey[Collected]()
-EARLIER = pytest.StashKey[list[Any]]()
-"""Records to compare with."""
+EARLIER: pytest.StashKey[Earlier] = pytest.StashKey()
+"""File to compare with."""
 
 
 @pytest.fixture(name="attnbench")
@@ -340,7 +347,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
     if EARLIER in config.stash:
         lines.append(f"Against {config.getoption('attnbench_compare')}:")
-        lines += earlier_lines(collected.records, config.stash[EARLIER])
+        lines += earlier_lines(collected.document(), config.stash[EARLIER])
     if path := config.getoption("attnbench_json"):
         lines.append(f"written to {path}")
     terminalreporter.section(MARKER)

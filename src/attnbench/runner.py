@@ -14,6 +14,7 @@ from attnbench import frameworks, masks, registry
 from attnbench.errors import InvalidWorkload, UnknownName, UsageError
 from attnbench.masks.text import parse_mask
 from attnbench.measuring.anchors import NAMES as ANCHORS
+from attnbench.results.records import label
 from attnbench.run.launch import Listener, Request, check_seconds, launch
 from attnbench.run.machine import LIBRARY_PATIENCE_S
 from attnbench.run.pool import Pool
@@ -36,7 +37,8 @@ WORDS = {
 
 
 class Results(list[Record]):
-    """Records in order; `results["torch.sdpa"]` finds the one of that implementation."""
+    """Records in order; `results["torch.ring[world=4]"]` finds the first of that name in tables, and a name alone also
+    finds the only setting of an implementation."""
 
     @overload
     def __getitem__(self, key: SupportsIndex) -> Record: ...
@@ -47,10 +49,13 @@ class Results(list[Record]):
     def __getitem__(self, key: SupportsIndex | slice | str) -> Record | list[Record]:
         if not isinstance(key, str):
             return super().__getitem__(key)
-        for record in self:
-            if record.implementation == key:
-                return record
-        raise KeyError(f"no record of {key}; there are {', '.join(record.implementation for record in self)}")
+        by_label = {label(record): record for record in reversed(self)}
+        if key in by_label:
+            return by_label[key]
+        settings = [record for record in by_label.values() if record.implementation == key]
+        if len(settings) == 1:
+            return settings[0]
+        raise KeyError(f"no record of {key}; there are {', '.join(map(label, self))}")
 
 
 def verify(

@@ -11,7 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from record_factory import ok, unsupported, workload
+from msgspec import structs
+from record_factory import CPU, ok, unsupported, workload
 
 from attnbench.cli import execute
 from attnbench.results.run_file import RunWriter, new_header
@@ -45,6 +46,17 @@ def test_several_runs_are_one_table(capsys: pytest.CaptureFixture[str]):
     found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert {row["run"] for row in found} == {"first", "second"}
     assert len(found) == 3
+
+
+def test_several_commits_are_told(capsys: pytest.CaptureFixture[str]):
+    for name in ("aaaa", "bbbb+dirty"):
+        record = ok(name, [1e6] * 5, environment=structs.replace(CPU, commit=name))
+        write_run(Path(f"{name}.jsonl"), record, ok("unknown", [1e6] * 5))
+    assert execute(["export", "aaaa.jsonl", "bbbb+dirty.jsonl", "--format", "bencher"]) == 0
+    told = "warning: these times are of 3 commits (aaaa, unknown, bbbb+dirty): bencher has room for one at most."
+    assert told in capsys.readouterr().err
+    assert execute(["export", "aaaa.jsonl", "--format", "bencher", "-k", "aaaa"]) == 0
+    assert "commits" not in capsys.readouterr().err
 
 
 def test_a_file_is_written_and_told_on_stderr(capsys: pytest.CaptureFixture[str]):

@@ -166,10 +166,27 @@ def test_the_sparkline_shows_steps_and_not_noise():
 
 def test_steady_series_say_so():
     pytest.importorskip("ruptures")
-    points = tuple(CommitPoint(commit=f"c{n}", created=str(n), value=0.0) for n in range(8))
-    key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
-    trend = Trend(CommitSeries(key=key, workload=workload(), machine="m", points=points), ())
-    assert closing([trend], lambda trend, change: "") == "No step of 2 % or more in 1 series."
+    assert closing_of([0.0] * 8) == "No step of 2 % or more in 1 series."
+
+
+def test_steps_that_noise_may_hide_are_not_denied():
+    pytest.importorskip("ruptures")
+    noisy = [0.0, 0.04, 0.01, 0.05, 0.0, 0.03, 0.01, 0.04]
+    assert closing_of(noisy) == "No step was found in 1 series. Noise may hide a step of less than 18 %."
+    assert closing_of([0.0] * 8, noisy, [3 * value for value in noisy]) == (
+        "No step was found in 3 series. Noise may hide a step of less than 18 to 63 % in 2 of 3."
+    )
+    assert closing_of([100 * value for value in noisy]).endswith("Noise may hide any step.")
+
+
+def closing_of(*series: list[float]) -> str:
+    """Return the closing sentence of steady series."""
+    trends = []
+    for values in series:
+        points = tuple(CommitPoint(commit=f"c{n}", created=str(n), value=value) for n, value in enumerate(values))
+        key = Key(implementation="x", workload="w", fingerprint="f", clock="wall", anchors="f wall")
+        trends.append(Trend(CommitSeries(key=key, workload=workload(), machine="m", points=points), ()))
+    return closing(trends, lambda trend, change: "")
 
 
 def test_a_torn_last_line_is_told(repository: Repository, capsys: pytest.CaptureFixture[str]):

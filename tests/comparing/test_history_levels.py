@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ruptures")
 
-from attnbench.comparing.history import LEAST_POINTS, _is_step, find_levels
+from attnbench.comparing.history import LEAST_POINTS, _is_step, find_levels, smallest_step
 
 
 def noise(points: int, seed: int, spread: float = 0.01) -> np.ndarray:
@@ -54,6 +54,27 @@ def test_two_speeds_of_steady_code_are_hardly_ever_a_step(points: int, share: fl
         series = 0.05 * (random.random(points) < share) + 0.003 * random.standard_normal(points)
         found.append(len(find_levels(series.tolist())) > 1)
     assert sum(found) <= 5
+
+
+@pytest.mark.parametrize("speeds", [0.0, 0.1])
+@pytest.mark.parametrize("points, at", [(8, 4), (8, 6), (20, 10), (40, 38)])
+def test_a_step_that_is_called_visible_is_found(points: int, at: int, speeds: float):
+    missed = []
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        series = speeds * (random.random(points) < 0.5) + 0.01 * random.standard_normal(points)
+        size, stepped = 0.0, series
+        while size < np.log1p(smallest_step(stepped.tolist())) - 1e-9:  # the step itself may add to the noise
+            size = np.log1p(smallest_step(stepped.tolist()))
+            stepped = np.where(np.arange(points) < at, series, series + size)
+        missed += [seed] * (len(find_levels(stepped.tolist())) == 1)
+    assert len(missed) <= 5
+
+
+def test_the_smallest_step_that_is_found_grows_with_the_noise():
+    assert smallest_step([0.5] * 20) == pytest.approx(0.02)
+    assert smallest_step(noise(8, 1, 0.03).tolist()) > 0.1
+    assert np.isfinite(smallest_step([0.0, 700.0] * 5))
 
 
 def test_levels_whose_points_mix_are_none():

@@ -119,6 +119,11 @@ class TestReasons:
         pytest.importorskip("ruptures")
         assert view_of(step_history()).note.endswith("1 of 2 cells changed by 2 % or more.")
 
+    def test_what_the_noise_may_hide(self):
+        pytest.importorskip("ruptures")
+        runs = [run_at(n, {"torch.sdpa": 1e6 * (1.04 if n % 3 else 1.0)}) for n in range(8)]
+        assert "Steps were found in 0 of 1 cells. Noise may hide a step of less than " in view_of(runs).note
+
 
 @pytest.mark.parametrize(
     "fact, here, there", [("cores", 2, 9), ("processor", "GenuineIntel 6-85", "GenuineIntel 6-207")]

@@ -78,7 +78,7 @@ def test_a_row_has_the_date_of_its_record():
 def test_a_time_that_a_newer_run_found_incorrect_is_not_exported(form: str):
     newer = msgspec.structs.replace(HEADER, created="2026-06-01T00:00:00+00:00")
     found = ExportedRun("new", newer, [incorrect("torch.sdpa", "wrong", TIMED.workload)])
-    other = ok("torch.eager", [1e6, 2e6])
+    other = ok("torch.eager", [3e6] * 4)
     texts = [export_text([*source([TIMED, other]), *more], form) for more in ([], [found])]
     assert [TIMED.cell.id in text for text in texts] == [True, False]
     assert all(other.cell.id in text for text in texts)
@@ -276,6 +276,22 @@ def test_pytest_benchmark_computes_the_same_figures():
     assert set(theirs.fields) - {"outliers"} <= set(bench["stats"])
     assert set(bench) >= {"group", "name", "fullname", "params", "param", "extra_info", "options", "stats"}
     assert set(document) == {"machine_info", "commit_info", "benchmarks", "datetime", "version"}
+
+
+def test_of_several_commits_none_is_named_for_all():
+    def run(commit: str, created: str, *names: str) -> ExportedRun:
+        records = [ok(name, [1e6] * 5, environment=msgspec.structs.replace(CPU, commit=commit)) for name in names]
+        return ExportedRun(created, HEADER, records, [created] * len(records))
+
+    old, new = run("aaaa", "2026-01-02", "a", "b"), run("bbbb+dirty", "2026-02-03", "b")
+    for sources in ([old, new], [new, old]):
+        document = JSON["pytest-benchmark"](sources)
+        assert document["commit_info"] == {"id": "", "dirty": True}
+        assert document["datetime"] == JSON["google-benchmark"](sources)["context"]["date"] == "2026-02-03"
+        commits = {one["name"][0]: one["extra_info"]["commit"] for one in document["benchmarks"]}
+        assert commits == {"a": "aaaa", "b": "bbbb+dirty"}, "the newest counts"
+    assert JSON["pytest-benchmark"]([old])["commit_info"] == {"id": "aaaa", "dirty": False}
+    assert JSON["pytest-benchmark"]([new])["commit_info"] == {"id": "bbbb", "dirty": True}
 
 
 def test_google_benchmark_has_a_repetition_per_round_and_aggregates():

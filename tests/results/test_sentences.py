@@ -203,6 +203,18 @@ def test_one_that_is_wrong_on_some_shapes_only_is_told_after_the_answer():
     assert closing(records, focus=("partly",)).startswith("partly is not ranked on 1 shape: NaN. torch.sdpa is ")
 
 
+def test_one_wrong_setting_says_nothing_about_the_others():
+    records = [
+        *field({"torch.eager": 3e6, "torch.sdpa": 2e6}),
+        ok("mine", noisy(1e6, 9)),
+        incorrect("mine", "row 3 is wrong", config={"block": 64}),
+        Failed(implementation="mine", workload=workload(), reason="raised", config={"block": 8}),
+    ]
+    for focus, lost in (((), ""), (("mine",), "mine[block=8] is not ranked: failed: raised. ")):
+        start = f"mine[block=64] is not ranked: row 3 is wrong. {lost}mine is "
+        assert closing(records, focus=focus).startswith(start)
+
+
 def test_notes_are_counted_with_advice():
     records = [ok("a", notes=("unstable: +-7 %",)), ok("b", notes=("unstable: +-9 %", "something else"))]
     notes = count_notes(records)
@@ -301,6 +313,8 @@ def test_a_ratio_never_hides_on_which_side_of_one_it_is(ratio: Ratio, told: str)
         (Ratio(0.995, 0.993, 0.997), "certainly less than 1 % apart"),
         (Ratio(1.02, 1.005, 1.05), "perhaps less than 1 % apart"),
         (Ratio(0.98, 0.95, 0.995), "perhaps less than 1 % apart"),
+        (Ratio(2.15, 1.002, 3.2), ""),
+        (Ratio(0.47, 0.31, 0.999), ""),
         (Ratio(1.0, 0.999, 1.001), ""),
         (Ratio(1.5, 1.4, 1.6), ""),
         (Ratio(0.5, 0.4, 0.6), ""),

@@ -12,7 +12,8 @@ from record_factory import incorrect, noisy, timing, workload
 
 from attnbench import masks
 from attnbench.results.advice import Recommendation
-from attnbench.results.recommend import recommend
+from attnbench.results.ratios import Ratio
+from attnbench.results.recommend import _tie, recommend
 from attnbench.spec import Record
 
 
@@ -84,6 +85,11 @@ def test_a_tie_that_is_apart_by_less_than_counts_says_so():
     found = only(records, "tie")
     assert "torch.sdpa and torch.eager are certainly less than 1 % apart (1.00x (1.00-1.01))" in found.text
     assert "no significant difference" not in found.text
+
+
+def test_a_tie_whose_interval_reaches_far_is_not_told_as_near():
+    text, _ = _tie("a", "a", "b", Ratio(2.15, 1.002, 3.2), [])
+    assert text == "a and b cannot be told apart (2.15x (1.00-3.20)): take either"
 
 
 def test_two_that_lead_in_different_places_are_no_tie():

@@ -20,7 +20,7 @@ from attnbench.run.plan import Group
 from attnbench.run.pool import Pool, load_ceilings, store_ceilings
 from attnbench.run.remote import Remote
 from attnbench.run.worker import Worker
-from attnbench.spec import Environment
+from attnbench.spec import Cell, Environment, Workload
 
 START_S = 60.0
 HERE = Environment(device="cpu", device_name="Test CPU", framework="numpy", packages={"numpy": "2.0"})
@@ -208,6 +208,35 @@ def test_the_commit_is_that_of_the_measured_file(tmp_path: Path, monkeypatch: py
         for question in questions if told == "before" else reversed(questions):
             assert not isinstance(worker.answer(question), p.Refused)
     assert worker._environment.commit == commit
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_commit_is_that_of_the_package_that_brings_an_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+):
+    here, there = Repository(tmp_path / "here"), Repository(tmp_path / ("site-packages" if installed else "there"))
+    working = here.commit("first")[:12]
+    module = f"brought_{installed}"
+    there.write(f"{module}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    there.write(f"{module}-1.dist-info/entry_points.txt", f"[attnbench.implementations]\nnumpy.own = {module}:OWN\n")
+    text = "from attnbench.registry import Function\n\nOWN = Function(lambda q, k, v: v, 'numpy', 'numpy.own')\n"
+    commit = there.commit("a package", f"{module}.py", text)[:12]
+    there.write(f"{module}.py", f"{text}\n")
+    monkeypatch.chdir(here.path)
+    monkeypatch.syspath_prepend(str(there.path))
+    registry._entry_points.cache_clear()
+    try:
+        worker = Worker("numpy", "cpu")
+        worker.answer(p.Describe([]))
+        small = Workload(batch=1, q_len=8, heads=1, head_dim=8)
+        cells = [Cell(implementation=name, workload=small) for name in ("numpy.own", "numpy.float32")]
+        assert worker.answer(p.Refusals(cells)) == p.Reasons([None, None])
+        commits = [worker._facts(cell)["environment"].commit for cell in cells]
+        assert commits == [working if installed else f"{commit}+dirty", working]
+        record = worker.answer(p.Open(cells[0], False, False, None, 0)).record
+        assert record.environment.commit == commits[0]
+    finally:
+        registry._entry_points.cache_clear()
 
 
 def test_a_commit_is_marked_if_git_was_told_not_to_look_at_a_change(tmp_path: Path):

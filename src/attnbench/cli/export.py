@@ -12,7 +12,7 @@ from attnbench.cli.inputs import has_words, read_together, spare_runs
 from attnbench.cli.options import NOTHING, Words
 from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
-from attnbench.results.exports.benchmark_tools import timed
+from attnbench.results.exports.benchmark_tools import commits_of, timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
 from attnbench.results.exports.table import ExportedRun
 
@@ -50,12 +50,19 @@ def export(
         named = f' with "{words}" in its id' if words else ""
         raise UsageError(f"{', '.join(map(str, paths))}: no record{named}; `attnbench show` lists what there is.")
     if form in JSON:
-        count = len(timed(sources))
-        if not count:
+        cells = timed(sources)
+        if not (count := len(cells)):
             note("nothing was timed in these runs, and this format holds timed cells only.")
             return NOTHING
-        if again := sum(len(timed([source])) for source in sources) - count:
-            note(f"note: {again} timed cells are in several runs; {form} knows cells by name only: the last is kept.")
+        kept = {one.name for one in cells}
+        names = [one.name for source in sources for one in timed([source])]
+        if wrong := len(set(names) - kept):
+            note(f"note: {wrong} timed cells are left out: a newer run found them incorrect.")
+        if again := sum(name in kept for name in names) - count:
+            note(f"note: {again} timed cells are in several runs; {form} knows cells by name only: the newest is kept.")
+        if len(commits := commits_of(cells)) > 1:
+            named = ", ".join(commit or "unknown" for commit in commits)
+            note(f"warning: these times are of {len(commits)} commits ({named}): {form} has room for one at most.")
     target = output or (f"{paths[0].stem}.{form}" if form in BINARY else STDOUT)
     if target == STDOUT:
         if form in BINARY:

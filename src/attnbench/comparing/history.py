@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from math import exp, log
+from math import ceil, exp, log
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -37,6 +37,10 @@ SHORTEST_LEVEL = 2
 """Points of the shortest level; one point on its own is an outlier."""
 PENALTY = 3.0
 """Penalty of a piece, times noise times ln(points): no step in noise, but one of five times the noise."""
+MARGIN = 2.0
+"""How far a step of two points must exceed its penalty to be found in 19 of 20 series, times noise."""
+MOST_NAMED = 10.0
+"""Largest step that is named as one that noise may hide, as a share."""
 LEAST_NOISE = 0.002
 """Noise of a series at least, in logarithms: repeated values must not make the penalty vanish."""
 DISTANCES = {0.5: 0.6745 * 2**0.5, 0.75: 1.1503 * 2**0.5}
@@ -339,12 +343,42 @@ def _fitted_pieces(series: np.ndarray) -> list[list[int]]:
     from ruptures import Pelt
     from ruptures.costs import CostL1
 
-    distances = np.abs(np.diff(series))
-    noise = max(LEAST_NOISE, *(float(np.quantile(distances, part)) / usual for part, usual in DISTANCES.items()))
     cost = CostL1()
     cost.min_size = 1  # a piece of one point is an outlier, and its own piece keeps it out of the levels beside it
-    ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=PENALTY * noise * log(len(series)))
+    ends = Pelt(custom_cost=cost, min_size=1, jump=1).fit_predict(series, pen=_penalty(series))
     return [list(range(start, end)) for start, end in pairwise([0, *ends])]
+
+
+def _penalty(series: np.ndarray) -> float:
+    return PENALTY * _noise(series) * log(len(series))
+
+
+def _noise(series: np.ndarray) -> float:
+    """Return the standard deviation that the distances of neighbours show."""
+    distances = np.abs(np.diff(series))
+    return max(LEAST_NOISE, *(float(np.quantile(distances, part)) / usual for part, usual in DISTANCES.items()))
+
+
+def smallest_step(values: Sequence[float]) -> float:
+    """Return the smallest step, as a share, that is almost surely found in a series of logarithms, even if only two
+    points have the new level."""
+    series = np.asarray(values, float)
+    size = _penalty(series) / SHORTEST_LEVEL + MARGIN * _noise(series)
+    return exp(max(log(LEAST_STEP), min(size, log(1 + MOST_NAMED)))) - 1
+
+
+def describe_unseen(trends: Iterable[Trend]) -> str:
+    """Return a sentence about the steps that the noise may hide; empty if every step that counts would be found."""
+    values = [[point.value for point in trend.series.points] for trend in trends]
+    shares = [smallest_step(one) for one in values if len(one) >= LEAST_POINTS]
+    hidden = [ceil(round(100 * share, 6)) for share in shares if share > LEAST_STEP - 1 + 1e-9]
+    if not hidden:
+        return ""
+    where = "" if len(shares) == 1 else f" in {len(hidden)} of {len(shares)}"
+    least, most = min(hidden), max(hidden)
+    span = f"{most} %" if least == most else f"{least} to {most} %"
+    step = f"a step of less than {span}" if most < 100 * MOST_NAMED else "any step"
+    return f"Noise may hide {step}{where}."
 
 
 def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
@@ -431,6 +465,8 @@ def _no_change(trends: Sequence[Trend]) -> str:
         what = "commits" if all(point.commit for trend in trends for point in trend.series.points) else "runs"
         return f"Too few {what} to find a step: {longest} at most, {LEAST_POINTS} are needed."
     count = sum(len(trend.series.points) >= LEAST_POINTS for trend in trends)
+    if hidden := describe_unseen(trends):
+        return f"No step was found in {count} series. {hidden}"
     return f"No step of {100 * (LEAST_STEP - 1):.0f} % or more in {count} series."
 
 

@@ -232,6 +232,8 @@ def _tie(name: str, called: str, other: str, ratio: Ratio, pairs: list[tuple[Ok,
         text = f"{called} and {other} are {near} ({format_ratio(ratio)})"
     elif vague(ratio):
         text = f"{called} and {other} cannot be told apart, their times vary too much"
+    elif not ratio.low <= 1 <= ratio.high:
+        text = f"{called} and {other} cannot be told apart ({format_ratio(ratio)})"
     peaks = [(a.memory.peak_bytes, b.memory.peak_bytes) for a, b in pairs]
     known = [(a, b) for a, b in peaks if a and b]
     if not known:

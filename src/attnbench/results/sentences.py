@@ -81,8 +81,9 @@ def vague(ratio: Ratio) -> bool:
 
 
 def slightly_apart(ratio: Ratio) -> str:
-    """Return words for a ratio whose interval leaves out 1 and is yet too near to 1 to rank by; else an empty text."""
-    if ratio.low <= 1 <= ratio.high or ratio.sign:
+    """Return words for a ratio whose interval leaves out 1 and is yet too near to 1 to rank by; an empty text for any
+    other, and if it reaches as far as a good gain."""
+    if ratio.low <= 1 <= ratio.high or category(ratio) != NO_DIFFERENCE:
         return ""
     sure = ratio.low >= 1 / LEAST_DIFFERENCE and ratio.high <= LEAST_DIFFERENCE
     return f"{'certainly' if sure else 'perhaps'} less than {100 * (LEAST_DIFFERENCE - 1):.0f} % apart"
@@ -277,18 +278,18 @@ def _nothing_timed(records: Sequence[Record]) -> str:
 
 
 def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return a sentence per implementation with wrong results: those to print before the answer (never right, or in
-    `focus`), and those to print after it (right, and ranked, on other shapes)."""
+    """Return a sentence per implementation and setting with wrong results: those to print before the answer (never
+    right, or in `focus`), and those to print after it (right, and ranked, on other shapes)."""
     wrong: dict[str, list[Incorrect]] = {}
     for record in records:
         if isinstance(record, Incorrect):
-            wrong.setdefault(record.implementation, []).append(record)
-    right = {record.implementation for record in records if isinstance(record, Ok)}
+            wrong.setdefault(label(record), []).append(record)
+    right = {label(record) for record in records if isinstance(record, Ok)}
     before, after = [], []
     for name, failures in wrong.items():
         shapes = counted(len(failures), "shape")
         where = f" on {shapes}" if name in right else "" if len(failures) == 1 else f" (wrong on {shapes})"
-        told = after if name in right and name not in focus else before
+        told = after if name in right and failures[0].implementation not in focus else before
         told.append(f"{name} is not ranked{where}: {shortened(failures[0].reason).rstrip('.')}.")
     return before, after
 
@@ -315,10 +316,15 @@ def _why(lost: Failed | OutOfMemory | Timeout | Unsupported | Incorrect) -> str:
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
-    """Return one sentence per implementation of `focus` that crashed, hung or ran out of memory everywhere."""
+    """Return one sentence per implementation of `focus`, and per setting of it, that crashed, hung or ran out of memory
+    everywhere."""
+    by_label: dict[str, list[Record]] = {}
+    for record in sorted(
+        (one for one in records if one.implementation in focus), key=lambda one: focus.index(one.implementation)
+    ):
+        by_label.setdefault(label(record), []).append(record)
     sentences = []
-    for name in focus:
-        own = [record for record in records if record.implementation == name]
+    for name, own in by_label.items():
         lost = [record for record in own if not isinstance(record, Ok | Incorrect)]
         if lost and len(lost) == len(own):
             sentences.append(f"{name} is not ranked: {_why(lost[0])}.")

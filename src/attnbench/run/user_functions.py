@@ -199,6 +199,13 @@ def _folders() -> tuple[str, ...]:
     return tuple({f"{os.path.realpath(folder)}{os.sep}" for folder in (*kinds, *sites, ours)})
 
 
+def own_folder(name: str) -> Path | None:
+    """Return the folder of the module that brought an implementation if that is the user's code, such as an editable
+    package's; None if it is installed or was not imported."""
+    module = sys.modules.get(registry.module_of(name))
+    return Path(str(module.__file__)).parent if module is not None and _is_own(module) else None
+
+
 def _is_own(module: ModuleType) -> bool:
     """Return whether a module is Python code of the user: not installed, not attnbench's, not compiled."""
     file = getattr(module, "__file__", None)

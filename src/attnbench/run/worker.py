@@ -32,8 +32,8 @@ from attnbench.run import protocol as p
 from attnbench.run.environment import commit_of, describe, without_home
 from attnbench.run.integrity import ProcessState, StateChange, frozen
 from attnbench.run.plan import does_not_fit, inputs_do_not_fit
-from attnbench.run.user_functions import unpack
-from attnbench.spec import Cell, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
+from attnbench.run.user_functions import own_folder, unpack
+from attnbench.spec import Cell, Environment, Failed, Implementation, Incorrect, OutOfMemory, Unsupported
 from attnbench.steps import StepImplementation
 from attnbench.verifying.draws import Draws
 from attnbench.verifying.subject import Wrong
@@ -119,6 +119,8 @@ class Worker:
         self._device = device or devices[0]
         self._environment = self._framework.environment(self._device)
         self._implementations: dict[str, Implementation] = {}
+        self._commits: dict[str, str] = {}
+        """Commit of each implementation that another package brings from a folder of its own."""
         self._early: dict[str, tuple[str, bool]] = {}
         """Changes that a user function made before a cell was opened: text and whether it is refused, by name."""
         self._noted: dict[str, set[str]] = {}
@@ -226,10 +228,19 @@ class Worker:
         if name not in self._implementations:
             one = registry.get(name)
             self._implementations[name] = one if registry.origin(name) == registry.OURS else frozen(one)
+            if (folder := own_folder(name)) is not None:
+                self._commits[name] = commit_of(folder)
         return self._implementations[name]
 
+    def _environment_of(self, cell: Cell) -> Environment:
+        """Return the environment with the commit of the code that the cell measures."""
+        commit = self._commits.get(cell.implementation)
+        if commit is None or not self._environment.harness:  # a light environment names none
+            return self._environment
+        return structs.replace(self._environment, commit=commit)
+
     def _facts(self, cell: Cell) -> dict[str, Any]:
-        return structs.asdict(cell) | {"environment": self._environment}
+        return structs.asdict(cell) | {"environment": self._environment_of(cell)}
 
     def _load(self, question: p.Load) -> p.Answer:
         """Load a user function; from now on the commit is that of its file."""
@@ -305,8 +316,8 @@ class Worker:
         options = Options(question.thorough, question.measure, question.clock, question.seed, question.again)
         implementation = self._implementation(cell.implementation).configured(cell.config)
         if isinstance(implementation, StepImplementation):
-            return StepSession(self._framework, self._environment, implementation, cell, options)
-        return Session(self._framework, self._environment, implementation, cell, options)
+            return StepSession(self._framework, self._environment_of(cell), implementation, cell, options)
+        return Session(self._framework, self._environment_of(cell), implementation, cell, options)
 
     def _guarded(self, cell: Cell, action: Callable[[], p.Answer], opening: bool = False) -> p.Answer:
         """Run an action of a cell and return its answer; an exception becomes the cell's record.

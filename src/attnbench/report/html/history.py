@@ -19,6 +19,7 @@ from attnbench.comparing.history import (
     HistoryFile,
     Key,
     Trend,
+    describe_unseen,
     detector_missing,
     find_changes,
     since,
@@ -121,6 +122,8 @@ def _describe_search(trends: Sequence[Trend]) -> str:
         return f"Too few runs to find a step: {max(lengths)} at most, {LEAST_POINTS} are needed."
     changed = sum(bool(trend.changes) for trend in trends)
     looked = sum(length >= LEAST_POINTS for length in lengths)
+    if hidden := describe_unseen(trends):
+        return f"Steps were found in {changed} of {looked} cells. {hidden}"
     return f"{changed} of {looked} cells changed by {100 * (LEAST_STEP - 1):.0f} % or more."
 
 

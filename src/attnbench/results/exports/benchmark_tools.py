@@ -6,7 +6,7 @@ They hold timed cells only, each once, under a name that is safe to print.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -17,7 +17,6 @@ from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
 from attnbench.printable import printable
 from attnbench.results.exports.table import ExportedRun
-from attnbench.results.run_file import Header
 from attnbench.results.standings import by_date, setbacks
 from attnbench.spec import DIRTY, Ok, Time
 
@@ -29,22 +28,22 @@ GOOGLE_SCHEMA = 1
 
 
 class Timed(Struct, frozen=True):
-    """A cell with a speed, and the header of its run."""
+    """A cell with a speed, and when it was measured."""
 
     name: str
     record: Ok
     time: Time
-    header: Header
+    created: str
 
 
 def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
     """Return the timed cells without the anchors and without times that a newer run found incorrect; these tools know
-    a benchmark by its name, so of several the last counts."""
+    a benchmark by its name, so of several the newest counts."""
     found: dict[str, Timed] = {}
     every = by_date(one for source in sources for one in source.dated)
     wrong = {id(setback.record) for setback in setbacks([every]) if setback.is_wrong}
     for source in sources:
-        for record in source.records:
+        for when, record in source.dated:
             if not isinstance(record, Ok) or record.time is None or record.implementation in ANCHORS:
                 continue
             if id(record) not in wrong:
@@ -52,8 +51,15 @@ def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
                 if len(name) > LONGEST_NAME:  # cut, with digits that tell it from others that begin alike
                     digits = hashlib.sha256(name.encode()).hexdigest()[:12]
                     name = f"{name[: LONGEST_NAME - len(digits) - 1]}-{digits}"
-                found[name] = Timed(name, record, record.time, source.header)
+                if name not in found or when >= found[name].created:
+                    found[name] = Timed(name, record, record.time, when)
     return list(found.values())
+
+
+def commits_of(cells: Iterable[Timed]) -> list[str]:
+    """Return the different commits of cells, with their marks of other code; an unknown one is empty text."""
+    environments = (one.record.environment for one in cells)
+    return list(dict.fromkeys("" if one is None else one.commit for one in environments))
 
 
 def facts(one: Timed) -> dict[str, str]:
@@ -62,6 +68,7 @@ def facts(one: Timed) -> dict[str, str]:
     told = {"clock": one.time.clock, "workload": one.record.workload.title}
     if environment is not None:
         told |= {"device": environment.device_name, "fingerprint": environment.fingerprint}
+        told |= {"commit": environment.commit} if environment.commit else {}
     if cost.tflops is not None:
         told["tflops"] = f"{cost.tflops:.4g}"
     if one.record.approximate:
@@ -71,8 +78,10 @@ def facts(one: Timed) -> dict[str, str]:
 
 def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
-    seconds, with one group per workload."""
+    seconds, with one group per workload. The commit is named if all cells have the same; the time is that of the
+    newest."""
     cells = timed(sources)
+    commits = commits_of(cells)
     environment = cells[0].record.environment if cells else None
     machine: dict[str, Any] = {}
     if environment is not None:
@@ -87,11 +96,11 @@ def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     return {
         "machine_info": machine,
         "commit_info": {
-            "id": "" if environment is None else environment.commit.removesuffix(DIRTY),
-            "dirty": environment is not None and environment.is_dirty,
+            "id": commits[0].removesuffix(DIRTY) if len(commits) == 1 else "",
+            "dirty": any(commit.endswith(DIRTY) for commit in commits),
         },
         "benchmarks": [_benchmark(one) for one in cells],
-        "datetime": cells[0].header.created if cells else "",
+        "datetime": max((one.created for one in cells), default=""),
         "version": PYTEST_BENCHMARK_VERSION,
     }
 
@@ -156,7 +165,7 @@ def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     }
     if cells:
         environment = cells[0].record.environment
-        context["date"] = cells[0].header.created
+        context["date"] = max(one.created for one in cells)
         if environment is not None:
             context |= {"num_cpus": environment.cores, "host_name": environment.device_name}
     return {"context": context, "benchmarks": [run for n, one in enumerate(cells) for run in _runs(one, n)]}
