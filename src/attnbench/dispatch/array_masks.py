@@ -198,7 +198,7 @@ def _torch_choice(q: Array, k: Array, v: Array, words: Words) -> str:
 
 @constant_when_traced
 def _chosen_name_now(outlines: tuple[Any, ...], *rest: Any) -> str:
-    return _chosen_name(*(Outline(*one) for one in outlines), *rest)
+    return _chosen_name(*[*(Outline(*one) for one in outlines), *rest])
 
 
 def _chosen_name(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:

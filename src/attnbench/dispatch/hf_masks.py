@@ -14,7 +14,7 @@ from functools import cache, reduce
 from itertools import islice
 from operator import and_
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -303,7 +303,7 @@ def _described(function: Callable[..., Any], step: _Step, padding: torch.Tensor 
     alone = step.q_len == 1 and isinstance(mask, Full) and not isinstance(hiding, Full)
     if alone and real.any(axis=1).all() and padding.shape[1] >= keys.stop:
         array = padding[:, None, None, keys].to(torch.bool)
-    return KeyRangeMask(mask & hiding, first, last, bool(documents), array)
+    return KeyRangeMask(cast("AnyMask", mask & hiding), first, last, bool(documents), array)
 
 
 _KINDS = {

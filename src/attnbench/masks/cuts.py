@@ -140,7 +140,7 @@ def _runs(low: np.ndarray, high: np.ndarray, most: int, growing: bool) -> list[t
         if len(runs) == most:
             return None
         stops = {kind: int(after[np.searchsorted(after, start, side="right")]) for kind, after in ends.items()}
-        kind: Shape = max(stops, key=lambda kind: stops[kind])
+        kind = max(steps, key=lambda one: stops[one])
         runs.append((start, stops[kind], kind))
         start = stops[kind]
     return runs
