@@ -126,6 +126,11 @@ class Case(Struct, frozen=True, kw_only=True):
     culprit: str = ""
 
     @property
+    def id(self) -> str:
+        """Implementation and workload, separated by a slash."""
+        return f"{self.implementation}/{self.workload.id}"
+
+    @property
     def comparison(self) -> Comparison | None:
         """The comparison that counts: that of the last stage."""
         return self.second or self.first

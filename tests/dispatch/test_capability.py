@@ -268,14 +268,19 @@ class Broken(Implementation):
     framework, layout, any_kv_len = "torch", "bhsd", True
 
     def __init__(self, name: str, error: Exception) -> None:
-        self.name, self.calls, self._error = name, 0, error
+        self.name, self._error = name, error
+        self._made: list[None] = []  # shared with copies, which `ab.attention` builds
+
+    @property
+    def calls(self) -> int:
+        return len(self._made)
 
     def supports(self, workload, environment):
         return None
 
     def build(self, workload, config):
         def call(q, k, v):
-            self.calls += 1
+            self._made.append(None)
             raise self._error
 
         return call
