@@ -278,6 +278,22 @@ def test_the_session_as_json(run, lab, pytester):
     assert len(read_earlier(pytester.path / "deep" / "out.json").records) == 2
 
 
+@pytest.mark.parametrize("more", [["--collect-only"], ["-k", "nothing_matches"]], ids=str)
+def test_a_session_that_measures_nothing_keeps_the_file_of_the_last(run, lab, pytester, more):
+    run(ONE_OF_EACH, "--attnbench-json", "out.json")
+    before = (pytester.path / "out.json").read_bytes()
+    run(ONE_OF_EACH, "--attnbench-json", "out.json", *more)
+    assert (pytester.path / "out.json").read_bytes() == before
+
+
+def test_a_run_file_is_refused_before_anything_is_measured(run, lab, pytester):
+    writer = RunWriter.create(pytester.path, "cpu", "quick")
+    writer.close()
+    result = run(ONE_OF_EACH, "--attnbench-json", str(writer.path))
+    assert "is a run file, which is never replaced" in "\n".join([*result.errlines, *result.outlines])
+    assert lab.asked == []
+
+
 def test_two_sessions_are_compared(run, lab):
     run(ONE_OF_EACH, "--attnbench-json", "old.json")
     lab.median = 1.5e6
