@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from record_factory import CPU, incorrect, ok, timing, unsupported, workload
 from attnbench import masks
 from attnbench.choosing.candidates import CandidateRun, Ground
 from attnbench.choosing.choose import Chosen, choose, fixed_losses, policy_loss
+from attnbench.choosing.text import document
 from attnbench.errors import UnknownName
 from attnbench.policy import Constraints, Policy, load_policy, policy_text
 from attnbench.results.run_file import read_run
@@ -549,3 +551,15 @@ def test_a_policy_on_shapes_it_has_not_seen(ground: Ground):
 def test_a_policy_that_does_not_hold_there(ground: Ground):
     other = policy(entry("torch.eager", 256), device_name="Another CPU")
     assert policy_loss(other, ground).regret is None
+
+
+def test_two_versions_on_one_machine_are_two_keys_of_a_document():
+    runs = []
+    for day, version in enumerate(("2.11", "2.13"), 1):
+        where = structs.replace(CPU, packages={"torch": version})
+        records = [timed(name, ns, environment=where) for name, ns in (("torch.sdpa", 1e6), ("torch.eager", 2e6))]
+        runs.append(CandidateRun(f"{version}.jsonl", f"2026-01-0{day}", records))
+    found = choose(runs, Constraints())
+    assert len(found.policy.places) == 2
+    told: Any = document(found, None)["on_grid"]
+    assert set(told) == {"Test CPU 9000/torch#1", "Test CPU 9000/torch#2"}

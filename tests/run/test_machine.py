@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+from record_factory import ok, unsupported
 
 from attnbench.errors import UsageError
 from attnbench.run import launch as launching
 from attnbench.run.environment import threads_left
 from attnbench.run.launch import Listener, Request, launch
 from attnbench.run.machine import machine_lock, measuring
+from attnbench.run.pool import Pool
 from attnbench.spec import Ok, Record, Workload
 
 HOLDER = (
@@ -227,3 +230,18 @@ def test_waits_count_only_beside_other_programs(monkeypatch: pytest.MonkeyPatch,
     times = [one.time for one in records if isinstance(one, Ok)]
     assert times
     assert all(time is not None and (time.waited is not None) == counted for time in times)
+
+
+@pytest.mark.parametrize(
+    "told", ["", "other programs use 1.5 of 4 cores: measured with 2 threads (--threads 4 takes all)"]
+)
+def test_workers_with_a_given_number_of_threads_tell_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch, told: str):
+    monkeypatch.setattr(launching, "threads_left", lambda device: (None, told))
+    timed, refused = ok("numpy.float32", [1e6, 1e6]), unsupported("torch.fa3", "needs cuda")
+    monkeypatch.setattr(launching, "_run_all", lambda request, wanted, sink, *_: sink([timed, refused]))
+    records: list[Record] = []
+    request = Request(workloads=(), implementations=("numpy.float32",), framework="numpy")
+    launch(request, records.extend, Listener(), pool=cast(Pool, object()))
+    note = "other programs use 1.5 of 4 cores when it began: threads may have waited"
+    assert [record.notes for record in records if isinstance(record, Ok)] == [(note,) if told else ()]
+    assert records[1] == refused

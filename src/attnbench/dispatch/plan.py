@@ -149,10 +149,10 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
     with outside_traces:
         call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
+    prepare = getattr(call, "prepare", None)
     call = in_usual_promotion(call) if demand.framework == "jax" else on_dense(call, demand.framework, pick.name)
     if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
         call = _without_lse_gradient(call, pick.name, demand.framework)
-    prepare = getattr(call, "prepare", None)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
     run = arranged(call, demand, layout, pick.layout)

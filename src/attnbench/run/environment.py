@@ -156,15 +156,6 @@ def busy_cores() -> float:
     return psutil.cpu_percent(LOOK_S) / 100 * (os.cpu_count() or 1)
 
 
-def other_programs(device: str | None) -> str:
-    """Return a sentence if other programs use a CPU that is about to be measured; else an empty text."""
-    if device != "cpu" and (device is not None or driver_version()):
-        return ""
-    busy = busy_cores()
-    cores = f"{busy:.1f} of {os.cpu_count() or 1} cores"
-    return "" if busy < BUSY_CORES else f"other programs used {cores} when it began: threads may have waited"
-
-
 def threads_left(device: str | None) -> tuple[int | None, str]:
     """Return as many threads as there are cores that other programs leave free, at least 1, and a sentence about it.
 

@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from attnbench import frameworks, registry
 from attnbench.errors import UnknownName, UsageError
-from attnbench.run.environment import Diagnosis, ImplementationState, other_programs, threads_left
+from attnbench.run.environment import Diagnosis, ImplementationState, threads_left
 from attnbench.run.machine import RUN_PATIENCE_S, measuring
 from attnbench.run.plan import Asked, Group, Planned, cells_of, distinct, require_dtype
 from attnbench.run.pool import Pool
@@ -123,8 +123,8 @@ def launch(
                     listener.warning(told)
             pool = stack.enter_context(Pool(user_functions, request.device, threads, request.in_process))
             pool.on_environment = listener.environment
-        elif request.measure and (told := other_programs(request.device)):
-            sink = _with_note(sink, told)
+        elif request.measure and (told := threads_left(request.device)[1]):
+            sink = _with_note(sink, f"{told.partition(':')[0]} when it began: threads may have waited")
         _run_all(request, wanted, sink, listener, done, pool)
 
 
