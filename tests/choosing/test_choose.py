@@ -563,3 +563,4 @@ def test_two_versions_on_one_machine_are_two_keys_of_a_document():
     assert len(found.policy.places) == 2
     told: Any = document(found, None)["on_grid"]
     assert set(told) == {"Test CPU 9000/torch#1", "Test CPU 9000/torch#2"}
+    assert document(choose(runs[::-1], Constraints()), None)["fixed"] == document(found, None)["fixed"]

@@ -144,12 +144,12 @@ def _regrets_text(on_grid: Regret | None, off_grid: Regret | None) -> str:
 
 def document(chosen: Chosen, path: object) -> dict[str, object]:
     """Return the document that `choose --json` prints."""
-    policy, keys = chosen.policy, _place_keys(chosen.policy.places)
-    grounds = _place_keys([ground.place for ground in chosen.grounds])
+    policy = chosen.policy
+    keys = _place_keys([*policy.places, *(ground.place for ground in chosen.grounds)])
     return {
         "policy": policy,
         "on_grid": {keys[place.key]: place.on_grid for place in policy.places},
-        "fixed": {grounds[ground.place.key]: fixed_losses(ground) for ground in chosen.grounds},
+        "fixed": {keys[ground.place.key]: fixed_losses(ground) for ground in chosen.grounds},
         "unchosen": chosen.unchosen,
         "host_limited": [
             {"use": entry.use.label, "workload": entry.use.measured, "ratio": ratio}
@@ -176,8 +176,11 @@ def judgement_document(
 def _place_keys(places: Sequence[Place]) -> dict[tuple[object, ...], str]:
     """Return device and framework of each place, by its key, with a number where several share both (other versions,
     threads or processors)."""
-    names = [f"{place.device_name}/{place.framework}" for place in places]
+    found = {
+        place.key: f"{place.device_name}/{place.framework}" for place in sorted(places, key=lambda one: repr(one.key))
+    }
+    names = list(found.values())
     return {
-        place.key: f"{name}#{names[:n].count(name) + 1}" if names.count(name) > 1 else name
-        for n, (place, name) in enumerate(zip(places, names, strict=True))
+        key: f"{name}#{names[:n].count(name) + 1}" if names.count(name) > 1 else name
+        for n, (key, name) in enumerate(found.items())
     }
