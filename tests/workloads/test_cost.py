@@ -66,15 +66,50 @@ def test_least_bytes_leave_out_keys_that_nobody_sees():
     assert whole.io_bytes == window.io_bytes
 
 
+def test_a_sparse_decode_reads_its_blocks():
+    """One query of two that are kept of 1024 blocks: counting the cache would put a kernel that reads them far above
+    the roofline, and fail it as implausible. Heads that share keys and values may keep other blocks."""
+    kept = np.zeros((4, 1, 1024), bool)
+    kept[:, 0, 7] = True
+    kept[3, 0, 9] = True
+    shape = {"batch": 2, "q_len": 1, "kv_len": 1024 * 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    dense = kept.repeat(64, axis=-1)
+    bias = np.where(dense, 1.0, -np.inf).astype(np.float32)
+    for mask in (masks.blocks(kept, 64), masks.dense(dense), masks.dense(bias)):
+        cells = cost.demand(Workload(**shape, mask=mask))
+        assert cells.bytes == 2 * (2 * 1 * 4 * 8 + (1 + 2) * 64 * 2 * 8) * 4
+        assert cells.io_bytes == cost.demand(Workload(**shape)).io_bytes
+
+
 @given(st.data(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
 def test_seen_keys_against_the_array(data, batch, q_len, kv_len):
     kv_lengths = data.draw(st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch))
     keys = np.array(data.draw(st.lists(st.booleans(), min_size=kv_len, max_size=kv_len)))
-    shape = masks.MaskShape(batch, 2, q_len, kv_len)
+    shape = masks.MaskShape(batch, 4, q_len, kv_len)
     window = masks.window(data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5)))
-    for mask in (window, masks.lengths(kv_lengths), masks.valid(keys), masks.causal("top-left") & masks.valid(keys)):
-        want = np.broadcast_to(mask.array(shape), shape)[:, 0].any(axis=1).sum()
-        assert cost.seen_keys(mask, shape) == want
+    numbers = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    ids, q_ids = numbers.integers(0, 4, (batch, kv_len)), numbers.integers(0, 4, q_len)
+    visible = numbers.random((4, q_len, kv_len)) < 0.3
+    single = [
+        window, masks.lengths(kv_lengths), masks.valid(keys), masks.documents(ids, q_ids),
+        masks.block_causal(ids, q_ids), masks.dense(visible), masks.dense(visible[:1, :, :1]),
+        masks.dense(np.where(visible, 0.0, -np.inf)[None]), masks.blocks(visible[:, ::2, ::2], 2),
+    ]  # fmt: skip
+    single += [masks.dilated((2, 4), (2, 4), offset=how) for how in ("mod", "group")] if q_len == kv_len else []
+    runs = [
+        masks.causal("top-left") & masks.valid(keys), masks.causal("top-left") & window & masks.lengths(kv_lengths),
+        masks.prefix(3, "top-left") & masks.documents(np.sort(ids), q_ids),
+    ]  # fmt: skip
+    for kv_heads in (1, 2, 4):
+
+        def want(mask: masks.AnyMask, groups: int = kv_heads) -> int:
+            seen = np.broadcast_to(mask.array(shape), shape).any(axis=2)
+            return int(seen.reshape(batch, groups, -1, kv_len).any(axis=2).sum())
+
+        for mask in (*single, *runs):
+            assert cost.seen_keys(mask, shape, kv_heads) == want(mask), mask.id
+        for mask in (single[5] & window, single[8] & single[3]):
+            assert cost.seen_keys(mask, shape, kv_heads) >= want(mask), mask.id
 
 
 def test_published_figure_of_openpi():

@@ -88,6 +88,9 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
         query, key = self._lookups(shape, namespace)
         return lambda b, h, q, kv: key(b, h, q, kv) <= query(b, h, q, kv)
 
+    def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
+        return (self.ids.array <= self.query_ids(shape).max(axis=1, keepdims=True))[:, None]
+
     def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
         bounds = _sorted_bounds(self.ids.array, self.query_ids(shape))
         return None if bounds is None else (np.zeros_like(bounds[0]), bounds[1])
@@ -99,6 +102,12 @@ class Documents(_TokenIds, frozen=True, tag="documents"):
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         query, key = self._lookups(shape, namespace)
         return lambda b, h, q, kv: key(b, h, q, kv) == query(b, h, q, kv)
+
+    def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
+        keys, queries = self.ids.array, self.query_ids(shape)
+        rows = max(len(keys), len(queries))
+        pairs = zip(np.broadcast_to(keys, (rows, keys.shape[1])), np.broadcast_to(queries, (rows, queries.shape[1])))
+        return np.stack([np.isin(k, q) for k, q in pairs])[:, None]
 
     def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray] | None:
         return _sorted_bounds(self.ids.array, self.query_ids(shape))
@@ -214,6 +223,10 @@ class Blocks(Mask, frozen=True, tag="blocks"):
         per_batch, per_head = int(axes[0] > 1), int(axes[1] > 1)
         return lambda b, h, q, kv: kept[b * per_batch, h * per_head, q // size, kv // size]
 
+    def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
+        kept = self.block_mask.array.reshape(_axes_of(self.block_mask)).any(axis=2)
+        return kept.repeat(self.block_size, axis=-1)[..., : shape.kv_len]
+
     def pairs(self, shape: MaskShape) -> int:
         axes = _axes_of(self.block_mask)
         height, width = (
@@ -280,6 +293,11 @@ class Dense(Mask, frozen=True, tag="dense"):
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
         values = self.values.array
         return self._lookup(namespace, values != -np.inf if self.weighted else values)
+
+    def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
+        values = self.values.array.reshape(_axes_of(self.values))
+        seen = (values != -np.inf if self.weighted else values).any(axis=2)
+        return np.broadcast_to(seen, (*seen.shape[:2], shape.kv_len))
 
     def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate | None:
         if not self.weighted:

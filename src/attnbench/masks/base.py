@@ -196,6 +196,11 @@ class Mask(Struct, frozen=True, tag_field="mask", omit_defaults=True):
         """Return the visible keys ([b or 1, kv]) of a mask that depends on the key alone; None for other masks."""
         return None
 
+    def keys_of_heads(self, shape: MaskShape) -> Bool[np.ndarray, "b h kv"]:
+        """Return the keys that some query of a head sees, [b or 1, h or 1, kv]; it may name more for a combination."""
+        keys = self.key_filter(shape)
+        return np.ones((1, 1, shape.kv_len), bool) if keys is None else keys[:, None]
+
     def runs(self, shape: MaskShape) -> tuple[Int[np.ndarray, "b q"], Int[np.ndarray, "b q"]] | None:
         """Return `interval` within 0 ... kv_len; first and end are equal in a row that sees no key."""
         if (interval := self.interval(shape)) is None:
@@ -279,18 +284,18 @@ MOST_COUNTS = 4096
 """Number of counts that are kept before all are forgotten."""
 
 
-def _remembered(count: Callable[[Mask, MaskShape], int]) -> Callable[[Mask, MaskShape], int]:
+def _remembered(count: Callable[..., int]) -> Callable[..., int]:
     """Cache counts by a digest of the mask: a cache of large masks themselves would keep them in memory."""
-    known: dict[tuple[bytes, MaskShape], int] = {}
+    known: dict[tuple[Any, ...], int] = {}
 
     @wraps(count)
-    def run(mask: Mask, shape: MaskShape) -> int:
-        key = hashlib.sha256(msgspec.msgpack.encode(mask)).digest(), shape
+    def run(mask: Mask, shape: MaskShape, *more: int) -> int:
+        key = hashlib.sha256(msgspec.msgpack.encode(mask)).digest(), shape, *more
         found = known.get(key)
         if found is None:
             if len(known) >= MOST_COUNTS:
                 known.clear()
-            found = known[key] = count(mask, shape)
+            found = known[key] = count(mask, shape, *more)
         return found
 
     return run
@@ -303,19 +308,24 @@ def pairs(mask: Mask, shape: MaskShape) -> int:
 
 
 @_remembered
-def seen_keys(mask: Mask, shape: MaskShape) -> int:
-    """Return the number of (batch row, key) places that some query sees, so that they must be read.
+def seen_keys(mask: Mask, shape: MaskShape, kv_heads: int = 1) -> int:
+    """Return the number of (batch row, key/value head, key) places that some query sees, so that they must be read.
 
-    Exact for masks made of intervals and key filters; dilated, blocks and dense parts are counted as visible.
+    Exact but for combinations of which a part is neither one run of keys per row nor a filter of keys: a key that each
+    part shows to some query counts, though no query may see it.
     """
-    seen = np.ones((1, shape.kv_len), bool)
+    low, high = np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len)
+    seen = np.ones((1, 1, shape.kv_len), bool)
     for part in mask.split():
-        if (keys := part.key_filter(shape)) is not None:
-            seen = seen & keys
-        elif (runs := part.runs(shape)) is not None:
-            # A key lies in some row's run if more runs begin up to it than end there.
-            changes, rows = np.zeros((len(runs[0]), shape.kv_len + 1), np.int64), np.arange(len(runs[0]))[:, None]
-            for edge, change in zip(runs, (1, -1)):
-                np.add.at(changes, (rows, edge), change)
-            seen = seen & (np.cumsum(changes, axis=1)[:, : shape.kv_len] > 0)
-    return int(seen.sum()) * (shape.batch // len(seen))
+        if (runs := part.runs(shape)) is not None:
+            low, high = np.maximum(low, runs[0]), np.minimum(high, runs[1])
+        else:
+            seen = seen & part.keys_of_heads(shape)
+    # A key lies in some row's run if more runs begin up to it than end there.
+    changes, rows = np.zeros((len(low), shape.kv_len + 1), np.int64), np.arange(len(low))[:, None]
+    for edge, change in ((low, 1), (np.maximum(low, high), -1)):
+        np.add.at(changes, (rows, edge), change)
+    seen = seen & (np.cumsum(changes, axis=1)[:, None, : shape.kv_len] > 0)
+    if seen.shape[1] > 1:  # the query heads of a key/value head lie side by side
+        seen = seen.reshape(len(seen), kv_heads, -1, shape.kv_len).any(axis=2)
+    return int(seen.sum()) * (shape.batch // len(seen)) * (kv_heads // seen.shape[1])

@@ -193,6 +193,14 @@ class Dilated(Mask, frozen=True, tag="dilated"):
 
         return weight
 
+    def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
+        """Return the positions that a head keeps in some branch: each of them sees itself."""
+        h, kv = np.arange(shape.heads if self.per_head else 1)[None, :, None], np.arange(shape.kv_len)
+        kept = np.zeros((1, h.size, shape.kv_len), bool)
+        for branch in range(len(self.segment_lengths)):
+            kept |= self._meets(branch, shape.heads, 0, h, kv, kv)
+        return kept
+
     def _count_in(self, shape: MaskShape, low: np.ndarray, high: np.ndarray) -> int | None:
         if low.any():
             return None

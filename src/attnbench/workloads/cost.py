@@ -23,7 +23,7 @@ class CallCost(Struct, frozen=True, kw_only=True):
 
     flops: int
     bytes: int
-    """Least traffic: every array once, of K and V only the keys that some query of the batch row sees."""
+    """Least traffic: every array once, of K and V only the keys of a head that some query sees."""
     scores_bytes: int
     """Bytes of the [b, h, q, kv] float32 logits, for implementations that store them."""
     kv_cache_bytes: int
@@ -70,10 +70,10 @@ def _attention(workload: Workload) -> CallCost:
     w, size = workload, DTYPE_BYTES[workload.dtype]
     q_bytes = w.batch * w.q_len * w.heads * w.head_dim * size
     out_bytes = w.batch * w.q_len * w.heads * w.value_dim * size
-    kv_token_bytes = w.kv_heads * (w.head_dim + w.value_dim) * size
-    kv_bytes = w.batch * w.kv_len * kv_token_bytes
+    kv_head_bytes = (w.head_dim + w.value_dim) * size
+    kv_bytes = w.batch * w.kv_len * w.kv_heads * kv_head_bytes
     lse_bytes = w.batch * w.heads * w.q_len * LOGIT_BYTES
-    kv_seen_bytes = seen_keys(w.visible_mask, w.mask_shape) * kv_token_bytes
+    kv_seen_bytes = seen_keys(w.visible_mask, w.mask_shape, w.kv_heads) * kv_head_bytes
     gradients = q_bytes + kv_bytes if w.needs_gradients else 0
     backward_only = gradients + out_bytes + lse_bytes if w.needs_gradients else 0  # + dout
     made = gradients + (0 if w.pass_ == "backward" else out_bytes)
