@@ -48,7 +48,7 @@ def regret(name: str) -> tuple[int, int, float]:
     for key, whole in standings.overall.items():
         mine = next((one for one in standings.apart(key) if name in one.ranked), None)
         if mine is not None and mine.first is not None:
-            over.append(max(1.0, mine.times[name] / mine.times[mine.first]))
+            over.append(max(1.0, mine.ratio(mine.first, name).value))
             wins += name in whole.ranked and any(name == row.implementation for row in whole.kernels[0])
     return len(over), wins, exp(sum(map(log, over)) / len(over)) - 1
 

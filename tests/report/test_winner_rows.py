@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from page_factory import page_of, timed
+from record_factory import ok
 
 from attnbench.report.html.cells import winner_rows
 from attnbench.report.html.layout import featured
@@ -48,10 +51,20 @@ def test_the_same_names_at_another_speed_are_another_kernel():
 def test_places_decide_and_not_times_that_the_page_has_rounded():
     """The page holds five digits: who is first comes from the standing."""
     cells = [
-        {"label": n, "workload": "w", "place": p, "framework": "jax", "kernel": p, "group": 0, "ns": ns}
+        {"label": n, "workload": "w", "place": p, "framework": "jax", "kernel": p, "group": 0, "ns": ns, "ratio": 1.0}
         for p, (n, ns) in NEAR
     ]
     assert winner_rows(cells[::-1])[0]["label"] == "jax.xla"
+
+
+def test_the_regret_is_what_the_ranking_goes_by():
+    """The machine slowed down by a fifth when the second, 10 % slower in every round, had left the rounds: by medians
+    over all rounds it would lose nothing."""
+    calm, jitter = np.repeat((1e6, 1.2e6), 20), 1 + 0.001 * np.sin(np.arange(40))
+    records = ok("torch.sdpa", calm * jitter), ok("torch.eager", 1.0999e6 * jitter[:20])
+    (one,) = winner_rows(cells_of(*records))
+    assert (one["label"], one["next_label"], one["certain"]) == ("torch.sdpa", "torch.eager", "yes")
+    assert one["regret"] == pytest.approx(0.0999, abs=0.002)
 
 
 def test_one_alone_has_nobody_next():

@@ -389,6 +389,8 @@ class Position(Struct, frozen=True):
     """Number that names of one kernel share."""
     group: int
     """Number of rows that were timed together; times of two groups do not compare."""
+    ratio: float
+    """Time of the row / time of the first row of its group, in the rounds they shared, as the ranking compares them."""
     near: tuple[int, ...]
     """Later places of other kernels that cannot be told from this one: with this row first, each would be unbeaten."""
 
@@ -525,7 +527,9 @@ class Standings:
                 for place, row in enumerate(kernels[other][1])
                 if _is_near(apart[group], first, apart[kernels[other][0]], row)
             )
-            found += [Position(row, starts[kernel] + n, kernel, group, near) for n, row in enumerate(names)]
+            lead = apart[group].kernels[0][0].implementation
+            ratios = [apart[group].ratio(lead, row.implementation).value for row in names]
+            found += [Position(row, starts[kernel] + n, kernel, group, ratios[n], near) for n, row in enumerate(names)]
         return found
 
     @cached_property

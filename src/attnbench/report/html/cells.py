@@ -77,6 +77,7 @@ def make_cells(
             overall = row.implementation in standings.overall[record.workload.id].ranked
             cell |= {"rank": position.row.rank if overall else None, "place": position.place}
             cell |= {"kernel": position.kernel, "group": position.group, "near": position.near or None}
+            cell["ratio"] = position.ratio
         rows.append(cell)
         if is_timed(record) and not record.approximate:
             runs.setdefault(record.workload.id, set()).add(number)
@@ -104,7 +105,7 @@ def winner_rows(cells: Iterable[Cell]) -> list[Cell]:
         rows.append(first | {
             "same": ", ".join(same) or None,
             "next_label": None if second is None else second["label"],
-            "regret": None if second is None else max(0.0, second["ns"] / first["ns"] - 1),
+            "regret": None if second is None else max(0.0, second["ratio"] / first["ratio"] - 1),
             "close": close,
             "certain": "no, too close to call" if close else "only one measured" if second is None else "yes",
             "field": len(members),

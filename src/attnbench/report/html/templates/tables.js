@@ -27,7 +27,7 @@ const DERIVED = {
     for (const field of shapes) {
       for (const row of field) {
         const one = found.get(row.label) || { label: row.label, shapes: 0, wins: 0, logs: 0, worst_regret: -1 };
-        const regret = Math.max(0, row.ns / field.find(({ group }) => group === row.group).ns - 1);
+        const regret = Math.max(0, row.ratio / field.find(({ group }) => group === row.group).ratio - 1);
         one.shapes += 1;
         one.wins += row.kernel === field[0].kernel ? 1 : 0;
         one.logs += Math.log1p(regret);
@@ -46,7 +46,7 @@ const DERIVED = {
       const next = others.find((row) => row.kernel !== first.kernel && row.group === first.group);
       const close = others.some((row) => first.near?.includes(row.place));
       const certain = close ? "no, too close to call" : next ? "yes" : "only one measured";
-      const regret = next ? Math.max(0, next.ns / first.ns - 1) : undefined;
+      const regret = next ? Math.max(0, next.ratio / first.ratio - 1) : undefined;
       return { ...first, same, next_label: next?.label, regret, close, certain, field: others.length + 1 };
     });
   },
