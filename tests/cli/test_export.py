@@ -59,6 +59,18 @@ def test_several_commits_are_told(capsys: pytest.CaptureFixture[str]):
     assert "commits" not in capsys.readouterr().err
 
 
+def test_several_machines_are_told(capsys: pytest.CaptureFixture[str]):
+    gpu = structs.replace(CPU, device="cuda", device_name="Test GPU")
+    elsewhere = structs.replace(gpu, device_name="Other GPU", cores=16)
+    for name, environment in {"cpu": CPU, "gpu": gpu, "elsewhere": elsewhere}.items():
+        write_run(Path(f"{name}.jsonl"), ok(name, [1e6] * 5, environment=environment))
+    assert execute(["export", "cpu.jsonl", "gpu.jsonl", "elsewhere.jsonl", "--format", "bencher"]) == 0
+    told = "warning: these times are of 2 machines (Test CPU 9000, Other GPU): bencher has room for one at most."
+    assert told in capsys.readouterr().err
+    assert execute(["export", "cpu.jsonl", "gpu.jsonl", "--format", "bencher"]) == 0
+    assert "machines" not in capsys.readouterr().err
+
+
 def test_a_file_is_written_and_told_on_stderr(capsys: pytest.CaptureFixture[str]):
     assert execute(["export", "second.jsonl", "--format", "github-action-benchmark", "-o", "out/bench.json"]) == 0
     captured = capsys.readouterr()

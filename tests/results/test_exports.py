@@ -294,6 +294,17 @@ def test_of_several_commits_none_is_named_for_all():
     assert JSON["pytest-benchmark"]([new])["commit_info"] == {"id": "bbbb", "dirty": True}
 
 
+def test_of_several_machines_only_what_they_share_is_named():
+    here = msgspec.structs.replace(CPU, cpu="Test CPU 9000", system="Linux 6")
+    there = msgspec.structs.replace(here, device="cuda", device_name="Test GPU", cpu="Other CPU", cores=16)
+    both = source([ok("a", [1e6] * 5, environment=here), ok("b", [1e6] * 5, environment=there)])
+    assert JSON["pytest-benchmark"](both)["machine_info"] == {"system": "Linux 6", "python_version": "3.11"}
+    assert not {"num_cpus", "host_name"} & JSON["google-benchmark"](both)["context"].keys()
+    one = JSON["pytest-benchmark"](source([ok("a", [1e6] * 5, environment=here)]))["machine_info"]
+    assert (one["node"], one["cpu"]) == ("Test CPU 9000", {"brand_raw": "Test CPU 9000", "count": 2})
+    assert JSON["pytest-benchmark"](source([ok("a", [1e6] * 5, environment=None)]))["machine_info"] == {}
+
+
 def test_google_benchmark_has_a_repetition_per_round_and_aggregates():
     document = JSON["google-benchmark"](source([TIMED]))
     assert document["context"]["json_schema_version"] == 1

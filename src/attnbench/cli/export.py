@@ -12,7 +12,7 @@ from attnbench.cli.inputs import has_words, read_together, spare_runs
 from attnbench.cli.options import NOTHING, Words
 from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
-from attnbench.results.exports.benchmark_tools import commits_of, timed
+from attnbench.results.exports.benchmark_tools import commits_of, machines_of, timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
 from attnbench.results.exports.table import ExportedRun
 
@@ -63,6 +63,9 @@ def export(
         if len(commits := commits_of(cells)) > 1:
             named = ", ".join(commit or "unknown" for commit in commits)
             note(f"warning: these times are of {len(commits)} commits ({named}): {form} has room for one at most.")
+        if len(machines := machines_of(cells)) > 1:
+            named = ", ".join(machine or "unknown" for machine in machines)
+            note(f"warning: these times are of {len(machines)} machines ({named}): {form} has room for one at most.")
     target = output or (f"{paths[0].stem}.{form}" if form in BINARY else STDOUT)
     if target == STDOUT:
         if form in BINARY:

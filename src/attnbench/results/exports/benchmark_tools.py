@@ -17,8 +17,9 @@ from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
 from attnbench.printable import printable
 from attnbench.results.exports.table import ExportedRun
+from attnbench.results.records import machine_differences
 from attnbench.results.standings import by_date, setbacks
-from attnbench.spec import DIRTY, Ok, Time
+from attnbench.spec import DIRTY, Environment, Ok, Time
 
 LONGEST_NAME = 1024
 """Characters of the longest name that Bencher takes."""
@@ -62,6 +63,25 @@ def commits_of(cells: Iterable[Timed]) -> list[str]:
     return list(dict.fromkeys("" if one is None else one.commit for one in environments))
 
 
+def machines_of(cells: Iterable[Timed]) -> list[str]:
+    """Return the device of each machine that cells were measured on; an unknown one is empty text."""
+    environments = [one.record.environment for one in cells]
+    found: list[Environment] = []
+    for environment in environments:
+        if environment is not None and all(machine_differences(environment, other) for other in found):
+            found.append(environment)
+    return [*(one.device_name for one in found), *([""] if None in environments else [])]
+
+
+def _in_common(cells: Iterable[Timed], **names: str) -> dict[str, Any]:
+    """Return facts of the environments, by other names, that are known and the same for all cells."""
+    environments = [one.record.environment for one in cells]
+    values = {
+        name: {None if one is None else getattr(one, field) for one in environments} for name, field in names.items()
+    }
+    return {name: found.pop() for name, found in values.items() if len(found) == 1 and None not in found}
+
+
 def facts(one: Timed) -> dict[str, str]:
     """Return how a cell was measured, and on which device."""
     environment, cost = one.record.environment, one.record.cost
@@ -78,21 +98,15 @@ def facts(one: Timed) -> dict[str, str]:
 
 def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
     """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
-    seconds, with one group per workload. The commit is named if all cells have the same; the time is that of the
-    newest."""
+    seconds, with one group per workload. The commit, and each fact of the machine, is that of all cells, or is not
+    named; the time is that of the newest."""
     cells = timed(sources)
     commits = commits_of(cells)
-    environment = cells[0].record.environment if cells else None
-    machine: dict[str, Any] = {}
-    if environment is not None:
-        machine = {
-            "node": environment.device_name,
-            "machine": environment.device,
-            "processor": environment.cpu,
-            "system": environment.system,
-            "python_version": environment.python,
-            "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
-        }
+    machine: dict[str, Any] = _in_common(
+        cells, node="device_name", machine="device", processor="cpu", system="system", python_version="python"
+    )
+    if cpu := _in_common(cells, brand_raw="cpu", count="cores"):
+        machine["cpu"] = cpu
     return {
         "machine_info": machine,
         "commit_info": {
@@ -164,10 +178,8 @@ def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
         "json_schema_version": GOOGLE_SCHEMA,
     }
     if cells:
-        environment = cells[0].record.environment
         context["date"] = max(one.created for one in cells)
-        if environment is not None:
-            context |= {"num_cpus": environment.cores, "host_name": environment.device_name}
+        context |= _in_common(cells, num_cpus="cores", host_name="device_name")
     return {"context": context, "benchmarks": [run for n, one in enumerate(cells) for run in _runs(one, n)]}
 
 
