@@ -224,4 +224,15 @@ def test_verification_tells_configurations_apart():
 def test_verification_when_all_is_well_or_nothing_ran():
     assert verification_verdict([ok("a"), ok("b"), unsupported("c", "no")]).startswith("All 2 implementations")
     assert verification_verdict([ok("a"), unsupported("c", "no")]) == "a is right on everything it claims (1 cell)."
-    assert verification_verdict([unsupported("c", "no")]).startswith("Nothing could be verified")
+    assert verification_verdict([unsupported("c", "no")]).startswith("Nothing could be verified: no implementation")
+
+
+def test_what_did_not_fit_is_not_called_right():
+    lost = [OutOfMemory(implementation="b", workload=workload(n), reason="needs 9 GB") for n in (64, 128)]
+    assert verification_verdict([ok("a"), *lost]) == "a is right on 1 cell; memory ran out on 2 cells (b)."
+    assert verification_verdict(lost) == "Nothing could be verified: memory ran out on 2 cells (b)."
+    whole = verification_verdict([ok("a"), ok("b"), lost[0]])
+    assert whole == "All 2 implementations that run here are right on 2 cells; memory ran out on 1 cell (b)."
+    (row,) = (line for line in text_of(print_verification, lost).splitlines() if line.startswith("b "))
+    assert row.split(maxsplit=4)[1:4] == ["–"] * 3
+    assert "out of memory: needs 9 GB (2)" in row

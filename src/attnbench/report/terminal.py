@@ -18,7 +18,7 @@ from attnbench.report.units import DASH
 from attnbench.results.records import is_anchor, is_timed, label, share_of_allowed
 from attnbench.results.sentences import capped, count_notes, counted, format_ratio, not_run
 from attnbench.results.standings import NOT_COMPARED, Row, Standings
-from attnbench.spec import Ok, Ranks, Record, Time, Unsupported
+from attnbench.spec import Ok, OutOfMemory, Ranks, Record, Time, Unsupported
 
 PARTS = ("forward", "backward")
 EXPENDABLE = ("roofline", "TFLOP/s", "backward", "forward", "remarks", "peak")
@@ -306,8 +306,9 @@ def _verification_table(records: Sequence[Record]) -> Table:
 
     for name, counts in count_statuses(records).items():
         mine = [record for record in records if label(record) == name]
-        wrong = sum(counts[status] for status in STATUSES[1:5])
+        wrong = sum(counts[status] for status in STATUSES[1:4])
         reasons = Counter(record.reason for record in mine if isinstance(record, Unsupported))
+        reasons |= Counter(f"out of memory: {record.reason}" for record in mine if isinstance(record, OutOfMemory))
         told = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in reasons.most_common(3))
         figures = (count(counts["ok"], "green"), count(wrong, "red"), count(counts["unsupported"], "dim"))
         shares = (share_of_allowed(record.errors) for record in mine if isinstance(record, Ok))
@@ -337,9 +338,13 @@ def verification_verdict(records: Iterable[Record]) -> str:
     if bad:
         are = "is" if len(bad) == 1 else "are"
         return f"{len(bad)} of {counted(len(tried), noun)} {are} broken: {', '.join(bad)}."
+    lost = {name: found["out_of_memory"] for name, found in tried.items() if found["out_of_memory"]}
+    unchecked = f"memory ran out on {counted(sum(lost.values()), 'cell')} ({', '.join(lost)})"
     if not checked:
-        return "Nothing could be verified: no implementation runs these workloads here. See `attnbench doctor`."
-    cells = counted(checked, "cell")
-    if len(tried) == 1:
-        return f"{next(iter(tried))} is right on everything it claims ({cells})."
-    return f"All {len(tried)} {noun}s that run here are right on everything they claim ({cells})."
+        why = unchecked if lost else "no implementation runs these workloads here. See `attnbench doctor`"
+        return f"Nothing could be verified: {why}."
+    right, cells = [name for name, found in tried.items() if found["ok"]], counted(checked, "cell")
+    who, claim = f"All {len(right)} {noun}s that run here are", "everything they claim"
+    if len(right) == 1:
+        who, claim = f"{right[0]} is", "everything it claims"
+    return f"{who} right on {cells}; {unchecked}." if lost else f"{who} right on {claim} ({cells})."
