@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from git_repository import Repository
-from record_factory import CPU, ok, workload
+from record_factory import CPU, incorrect, ok, workload
 
 from attnbench.cli import execute
 from attnbench.comparing.history import CommitPoint, CommitSeries, Key, Trend, closing, sparkline
@@ -20,13 +20,18 @@ COMMITS = 16
 SLOW_FROM = 9
 
 
-def write_run(path: Path, commit: str, time: float, number: int, anchors: bool = True) -> None:
+def write_run(
+    path: Path, commit: str, time: float, number: int, anchors: bool = True, subject: str = "torch.sdpa"
+) -> None:
     """The later the commit, the earlier the run: only git knows the order."""
     drift = 1 + number % 3
     environment = msgspec.structs.replace(CPU, commit=commit)
-    names = {"torch.sdpa": time, "torch.eager": 4e6} | ({"anchor.matmul": 1e5, "anchor.copy": 1e5} if anchors else {})
+    names = {subject.rpartition(":")[2]: time, "torch.eager": 4e6} | (
+        {"anchor.matmul": 1e5, "anchor.copy": 1e5} if anchors else {}
+    )
     noise = np.random.default_rng(number).normal(1, 0.004, len(names))
-    writer = RunWriter(path, Header(schema=1, attnbench="0", created=f"2026-01-{28 - number:02d}"))
+    request = {"implementations": [subject]}
+    writer = RunWriter(path, Header(schema=1, attnbench="0", created=f"2026-01-{28 - number:02d}", request=request))
     writer.write([ok(n, [ns * drift * e] * 2, environment=environment) for (n, ns), e in zip(names.items(), noise)])
     writer.close()
 
@@ -61,6 +66,30 @@ def test_a_step_comes_with_its_suspects_and_the_command_to_confirm(
     good, bad = (words[words.index(option) + 1] for option in ("--good", "--bad"))
     assert repository.git("log", "-1", "--format=%s", good) == "step 7"
     assert repository.git("log", "-1", "--format=%s", bad) == "step 9"
+
+
+def test_the_command_names_a_function_by_its_reference(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("ruptures")
+    for place, commit in enumerate(repository.git("log", "--reverse", "--format=%h", "--abbrev=12").split()):
+        time = 2e6 if place >= SLOW_FROM else 1e6
+        write_run(repository.path / f"own/{place}.jsonl", commit, time, place, subject="kernels/kern.py:attend")
+    assert execute(["history", "own", "--impl", "attend"]) == 0
+    (sentence,) = (line for line in capsys.readouterr().out.splitlines() if " on b1-" in line)
+    words = shlex.split(sentence.partition("`")[2].partition("`")[0])
+    assert words[:3] == ["attnbench", "bisect", "kernels/kern.py:attend"]
+
+
+def test_what_a_newer_run_found_incorrect_is_told(repository: Repository, capsys: pytest.CaptureFixture[str]):
+    assert execute(["history", "--impl", "torch.sdpa"]) == 0
+    assert "incorrect" not in capsys.readouterr().out
+    writer = RunWriter(repository.path / "runs/m/check.jsonl", Header(schema=1, attnbench="0", created="2026-02-01"))
+    writer.write([incorrect("torch.sdpa", "sees the future")])
+    writer.close()
+    told = "torch.sdpa: a newer run found it incorrect on 1 shape; these are the times that each commit had."
+    assert execute(["history", "--impl", "torch.sdpa"]) == 0
+    assert told in capsys.readouterr().out
+    assert execute(["history", "--impl", "torch.sdpa", "--json"]) == 0
+    assert told in json.loads(capsys.readouterr().out)["closing"]
 
 
 def test_json_holds_points_in_order_of_the_history(repository: Repository, capsys: pytest.CaptureFixture[str]):

@@ -17,10 +17,13 @@ from attnbench.comparing.baselines import read_baseline
 from attnbench.config import load_settings
 from attnbench.errors import BrokenFile, UsageError
 from attnbench.files import files_in
+from attnbench.printable import printable
 from attnbench.report.summaries import FILES as SUMMARIES
-from attnbench.results.records import is_anchor, matches
+from attnbench.results.records import is_anchor, label, matches
 from attnbench.results.run_file import read_run
-from attnbench.run.user_functions import sources_of
+from attnbench.results.sentences import counted
+from attnbench.results.standings import by_date, setbacks
+from attnbench.run.user_functions import one_source, sources_of
 from attnbench.spec import Record
 
 
@@ -49,9 +52,9 @@ def history(
         if shape is None or not (change.old and change.new) or change.direction == "faster":
             return ""
         refs = ["--good", change.old, "--bad", change.new]
-        return shlex.join(["attnbench", "bisect", trend.series.key.implementation, *refs, *shape])
+        return shlex.join(["attnbench", "bisect", _asked_as(trend.series.key), *refs, *shape])
 
-    sentence = over_commits.closing(trends, bisect_command)
+    sentence = "\n".join([over_commits.closing(trends, bisect_command), *_contradicted(sources)])
     if json:
         print_json({"trends": trends, "excluded": excluded, "closing": sentence})
         return 0
@@ -60,6 +63,27 @@ def history(
     for line in ["", *sentence.split("\n")] if trends else [sentence]:
         say(line)
     return 0
+
+
+def _asked_as(key: over_commits.Key) -> str:
+    """Return the name by which a command finds what was measured: of a function given by reference, its reference."""
+    function = key.implementation.rpartition(":")[2].partition("-")[0]  # without what told it apart within its run
+    return f"{key.source}:{function}" if key.source else key.implementation
+
+
+def _contradicted(sources: Sequence[over_commits.HistoryFile]) -> list[str]:
+    """Return a sentence for each implementation whose times a newer run on the same device contradicts."""
+    dated = [(when, record, source.places) for source in sources for when, record in source.dated]
+    places = {id(record): known.get(record.implementation, "") for _, record, known in dated}
+    shapes: dict[str, set[str]] = {}
+    for one in setbacks([by_date((when, record) for when, record, _ in dated)]):
+        if one.is_wrong and one_source(places[id(one.record)], places[id(one.newer)]):
+            shapes.setdefault(label(one.record), set()).add(one.record.workload.id)
+    return [
+        f"{printable(name)}: a newer run found it incorrect on {counted(len(wrong), 'shape')}; "
+        "these are the times that each commit had."
+        for name, wrong in shapes.items()
+    ]
 
 
 def _sources(names: Sequence[str]) -> list[over_commits.HistoryFile]:
