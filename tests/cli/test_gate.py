@@ -68,6 +68,46 @@ def test_words_floors_and_limits_are_handed_on(asked):
     assert order.floors("torch.sdpa", "any") == 0.01
 
 
+SUITE = """name = "own"
+description = "two lengths"
+[[workload]]
+batch = 1
+q_len = [{lengths}]
+heads = 2
+head_dim = 16
+"""
+FLOOR = '[[case]]\nimplementation = "kern:*"\nfloor = {}\nreason = "noisy"\n'
+
+
+def test_what_the_baseline_asked_for_and_the_gate_does_not_is_told(asked, tmp_path):
+    """A change that takes its slow case out of the settings, or raises its floor, does not pass without a word."""
+    for folder, names, lengths, floor in (
+        ("then", '"kern:attend", "kern:gone", "numpy.no-longer"', "64, 128", 0.02), (".", '"kern:attend"', "64", 0.5),
+    ):  # fmt: skip
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "attnbench.toml").write_text(f'implementations = [{names}]\nthresholds = "floors.toml"\n')
+        Path(folder, "own.toml").write_text(SUITE.format(lengths=lengths))
+        Path(folder, "floors.toml").write_text(FLOOR.format(floor))
+    gate = ["gate", "--baseline", "main", "--suite", "own.toml"]
+    for words in ([], ["--thresholds", "floors.toml"], ["-k", "kern"], ["--impl", "kern:attend"]):
+        assert execute([*gate, *words]) == 0
+    found = [order.relaxed(tmp_path / "then") for order in asked["orders"]]
+    lost, raised = found[0]
+    assert lost.startswith("asked for kern:gone, numpy.no-longer, b1-t128-h2-d16-full-float32-forward, which")
+    assert raised == "has lower floors: kern:attend on b1-t64-h2-d16-full-float32-forward (2 %, here 50 %)"
+    assert found[1] == found[0]
+    assert found[2] == ["asked for kern:gone, which this gate does not measure", raised]
+    assert found[3][0].startswith("asked for b1-t128")
+    assert asked["orders"][0].relaxed(tmp_path) == []
+    (tmp_path / "then" / "own.toml").write_text("broken")
+    (tmp_path / "then" / "floors.toml").unlink()
+    lost, raised = asked["orders"][0].relaxed(tmp_path / "then")
+    assert "b1-t128" not in lost
+    assert "(1 %, here 50 %)" in raised
+    (tmp_path / "then" / "attnbench.toml").write_text("broken")
+    assert asked["orders"][0].relaxed(tmp_path / "then") == []
+
+
 def test_implementations_come_from_the_settings(asked):
     Path("attnbench.toml").write_text('implementations = ["my_package:attend"]\n')
     assert execute(["gate", "--baseline", "main"]) == 0

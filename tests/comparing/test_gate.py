@@ -261,6 +261,12 @@ def test_names_that_are_no_code_of_the_repository_never_pass(repository):
     assert report.outcome != "pass"
 
 
+def test_what_the_baseline_asked_for_is_read_from_its_own_folder(repository):
+    repository.commit("fewer cases", "attnbench.toml", "")
+    report = run(repository, name="nowhere:attend", relaxed=lambda here: [(here / "attnbench.toml").read_text()])
+    assert 'HEAD~1 framework = "numpy"\n' in report.warnings
+
+
 def test_what_neither_ref_can_load_is_not_new(repository):
     repository.commit("nothing new", "other.py", "")
     report = run(repository, name="nowhere:attend")

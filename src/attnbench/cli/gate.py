@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,13 +16,14 @@ from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.comparing import gate as gating
 from attnbench.comparing.baselines import holds_baselines
 from attnbench.comparing.ci_files import FILES, remove_files, write_ci, write_files
-from attnbench.comparing.gate_cases import load_thresholds
+from attnbench.comparing.gate_cases import Floors, load_thresholds
 from attnbench.comparing.gate_text import print_gate
+from attnbench.comparing.refs import named
 from attnbench.comparing.stored import gate_stored
 from attnbench.comparing.text import ExperimentProgress
 from attnbench.comparison import EXIT_CODES, GateReport
 from attnbench.config import Settings, load_settings
-from attnbench.errors import UsageError
+from attnbench.errors import UnknownName, UsageError
 from attnbench.results.run_file import check_writable
 from attnbench.run import git
 
@@ -76,6 +78,10 @@ def gate(
         floors = load_thresholds(settings.thresholds)
         workloads, names = filter_words(words, workloads, _names(impl, settings))
 
+        def relaxed(then: Path) -> list[str]:
+            cases = [(implementation, workload.id) for implementation in names for workload in workloads]
+            return [*_not_measured(then, suite, impl, words, cases), *_raised(then, thresholds, floors, cases)]
+
         def keep(report: GateReport) -> None:
             if ci is not None:
                 with suppress(UsageError):  # if the disk is still full at the end, that is told
@@ -94,6 +100,7 @@ def gate(
                 budget_s=budget,
                 floors=floors,
                 on_inconclusive=means,
+                relaxed=relaxed,
                 outputs=() if ci is None else tuple(ci / name for name in FILES),
                 on_progress=keep,
             )
@@ -130,6 +137,41 @@ def _stored(baseline: str, current: str) -> tuple[Path, Path] | None:
             f"{stored} holds measurements, so {option} must be a run file too (`attnbench run ci` makes one)."
         )
     return Path(baseline) if Path(baseline).is_dir() else find_run(baseline), find_run(current)
+
+
+def _not_measured(then: Path, suite: str, impl: Names, words: str, cases: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a note on implementations and workloads that the settings and the suite of an earlier folder name, and
+    that are not among the cases."""
+    asked: list[str] = []
+    with suppress(UsageError):  # files that cannot be read any more ask for nothing
+        known = registry.names()
+        for one in () if impl else load_settings(cwd=then).implementations:
+            try:
+                asked += expand(one, known)
+            except UnknownName:
+                asked.append(one)  # no longer registered
+        path = then / suite
+        if path.is_file():
+            _, workloads = select_workloads(str(path), False, ShapeOptions(), Selection())
+            asked += [workload.id for workload in workloads]
+    here = {name for case in cases for name in case}
+    gone = [one for one in dict.fromkeys(asked) if one not in here and all(word in one for word in words.split())]
+    return [f"asked for {named(gone)}, which this gate does not measure"] if gone else []
+
+
+def _raised(then: Path, thresholds: Path | None, floors: Floors, cases: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a note on the cases that an earlier folder gave a lower floor."""
+    with suppress(UsageError):
+        path = thresholds or load_settings(cwd=then).thresholds
+        before = None if path is None or not (then / path).is_file() else then / path
+        lower = load_thresholds(before)
+        higher = [
+            f"{name} on {workload} ({100 * lower(name, workload):g} %, here {100 * floors(name, workload):g} %)"
+            for name, workload in cases
+            if floors(name, workload) > lower(name, workload)
+        ]
+        return [f"has lower floors: {named(higher)}"] if higher else []
+    return []
 
 
 def _names(impl: tuple[str, ...], settings: Settings) -> tuple[str, ...]:

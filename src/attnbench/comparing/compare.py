@@ -182,6 +182,11 @@ def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
     return msgspec.structs.replace(ref, unequal=() if is_built else alone, notes=(*ref.notes, note))
 
 
+def folder_in(ref: Ref, inner: Path) -> Path:
+    """Return the folder of a ref at a place relative to its root, or the nearest above it that the ref has."""
+    return next(one for one in (ref.path / inner, *(ref.path / inner).parents) if one.is_dir())
+
+
 def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, framework: str | None = None) -> Code:
     """Return the side of an implementation at a ref: its workers import from the ref's folders and no other tree's."""
     label, here = f"{implementation} at {ref.name}", (folder or Path.cwd()).resolve()
@@ -197,8 +202,8 @@ def code_of_ref(implementation: str, ref: Ref, folder: Path | None = None, frame
         built_ns=ref.built_ns,
     )
     inner = here.relative_to(home.resolve())
-    cwd = str(next(one for one in (ref.path / inner, *(ref.path / inner).parents) if one.is_dir()))
-    facts = {"label": label, "path": path, "hidden": hidden, "commit": ref.commit, "origin": origin, "cwd": cwd}
+    facts = {"label": label, "path": path, "hidden": hidden, "commit": ref.commit, "origin": origin}
+    facts["cwd"] = str(folder_in(ref, inner))
     if ":" not in implementation:  # looked up by the workers and not here
         name, config_of = registry.asked(implementation) if "[" in implementation else (implementation, {})
         return Code(name=name, framework=name.partition(".")[0], config=config_of, **facts)

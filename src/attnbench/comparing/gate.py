@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from attnbench.comparing.compare import altered_notes, check, code_of_ref, harness_notes, refs
+from attnbench.comparing.compare import altered_notes, check, code_of_ref, folder_in, harness_notes, refs
 from attnbench.comparing.experiment import Experiment, Terms
 from attnbench.comparing.gate_cases import OnInconclusive, case_of, confirm, geomean, grew, judge
 from attnbench.comparing.refs import Ref, same_code
@@ -20,7 +20,7 @@ from attnbench.comparing.text import ExperimentProgress
 from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport
 from attnbench.errors import UsageError
 from attnbench.run import protocol as p
-from attnbench.run.git import commits_between, merge_base
+from attnbench.run.git import commits_between, merge_base, root
 from attnbench.run.launch import refuse_distortion
 from attnbench.run.machine import machine_lock
 from attnbench.run.origin import REMEDY, NotInRef
@@ -60,6 +60,8 @@ class GateOrder(Struct, frozen=True, kw_only=True):
     """Longest time of a comparison."""
     floors: Callable[[str, str], float] = lambda implementation, workload: FLOOR
     on_inconclusive: OnInconclusive = "inconclusive"
+    relaxed: Callable[[Path], Sequence[str]] = lambda folder: ()
+    """Function from the baseline's folder to notes on what the files there ask for and this gate does not."""
     outputs: tuple[Path, ...] = ()
     """Files that are written during the gate; they do not count as part of a working tree."""
     on_progress: Callable[[GateReport], None] = lambda report: None
@@ -101,7 +103,8 @@ class _Gate:
         self._order, self._old, self._new, self._watch = order, old, new, watch
         self._started = time.monotonic()
         self._harness = harness_notes(old, new)
-        self._notes: list[str] = []
+        inner = order.folder.resolve().relative_to(root(order.folder).resolve())
+        self._notes = [f"{old.name} {note}" for note in order.relaxed(folder_in(old, inner))]
         self._altered: list[str] = []
         self.finished: list[Case] = []
         self._controls_done: list[Control] = []
