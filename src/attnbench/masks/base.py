@@ -325,8 +325,7 @@ def seen_keys(mask: Mask, shape: MaskShape, kv_heads: int = 1) -> int:
     changes, rows = np.zeros((len(low), shape.kv_len + 1), np.int64), np.arange(len(low))[:, None]
     for edge, change in ((low, 1), (np.maximum(low, high), -1)):
         np.add.at(changes, (rows, edge), change)
-    open_runs: np.ndarray = np.cumsum(changes, axis=1)[:, None, : shape.kv_len]
-    seen = np.logical_and(seen, open_runs > 0)
+    seen = np.logical_and(seen, np.asarray(np.cumsum(changes, axis=1)[:, None, : shape.kv_len] > 0))
     if seen.shape[1] > 1:  # the query heads of a key/value head lie side by side
         seen = seen.reshape(len(seen), kv_heads, -1, shape.kv_len).any(axis=2)
     return int(seen.sum()) * (shape.batch // len(seen)) * (kv_heads // seen.shape[1])
