@@ -315,17 +315,17 @@ def seen_keys(mask: Mask, shape: MaskShape, kv_heads: int = 1) -> int:
     part shows to some query counts, though no query may see it.
     """
     low, high = np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len)
-    seen: np.ndarray = np.ones((1, 1, shape.kv_len), bool)
+    seen: Any = np.ones((1, 1, shape.kv_len), bool)
     for part in mask.split():
         if (runs := part.runs(shape)) is not None:
             low, high = np.maximum(low, runs[0]), np.minimum(high, runs[1])
         else:
-            seen = np.logical_and(seen, part.keys_of_heads(shape))
+            seen = seen & part.keys_of_heads(shape)
     # A key lies in some row's run if more runs begin up to it than end there.
     changes, rows = np.zeros((len(low), shape.kv_len + 1), np.int64), np.arange(len(low))[:, None]
     for edge, change in ((low, 1), (np.maximum(low, high), -1)):
         np.add.at(changes, (rows, edge), change)
-    seen = np.logical_and(seen, np.asarray(np.cumsum(changes, axis=1)[:, None, : shape.kv_len] > 0))
+    seen = seen & (np.cumsum(changes, axis=1)[:, None, : shape.kv_len] > 0)
     if seen.shape[1] > 1:  # the query heads of a key/value head lie side by side
         seen = seen.reshape(len(seen), kv_heads, -1, shape.kv_len).any(axis=2)
     return int(seen.sum()) * (shape.batch // len(seen)) * (kv_heads // seen.shape[1])
