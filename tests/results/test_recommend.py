@@ -53,6 +53,25 @@ def test_a_threshold_without_an_overlap_is_a_bracket():
     assert text.endswith("use torch.short up to 512 tokens, torch.long from 2,048 (nothing was measured after 512).")
 
 
+def test_a_mask_aligned_to_the_top_left_is_a_family_of_its_own():
+    """Where the lengths differ it shows other pairs, and other kernels may lead."""
+    leaders = {"top-left": "torch.a", "bottom-right": "torch.b"}
+    records = [
+        ok(name, noisy(1e6 if name == leader else 2e6, seed=n), workload(64, kv_len=256, mask=masks.causal(align)))
+        for align, leader in leaders.items()
+        for n, name in enumerate(leaders.values())
+    ]
+    told = [one.text for one in recommend(records) if one.kind == "winner"]
+    assert len(told) == 2
+    assert "· causal (top-left) · float32 · forward: use torch.a" in told[0]
+    assert "· causal · float32 · forward: use torch.b" in told[1]
+    square = [
+        ok(name, noisy(t, seed=1), workload(64, mask=masks.causal("top-left")))
+        for name, t in (("torch.a", 1e6), ("torch.b", 2e6))
+    ]
+    assert "· causal · float32" in only(square, "winner").text
+
+
 def test_a_lead_that_goes_to_and_fro_is_no_rule():
     def zigzag(n: int) -> float:
         return 2e6 if LENGTHS.index(n) % 2 else 1e6

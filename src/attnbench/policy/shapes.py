@@ -143,7 +143,7 @@ def mask_kind(workload: Workload) -> str:
     differ.
     """
     mask, shape = workload.visible_mask, workload.mask_shape
-    kinds = sorted({_part_kind(part, shape) for part in mask.split()} - {"full"})
+    kinds = sorted({part_kind(part, shape) for part in mask.split()} - {"full"})
     everything = shape.batch * shape.heads * shape.q_len * shape.kv_len
     if not kinds or (not mask.weighted and _pairs(mask, shape) == everything):
         return "full"
@@ -152,7 +152,7 @@ def mask_kind(workload: Workload) -> str:
     return "&".join(kinds)
 
 
-def _part_kind(part: Mask, shape: MaskShape) -> str:
+def part_kind(part: Mask, shape: MaskShape) -> str:
     """Return the kind of a part without looking at its blocks."""
     kind = part.kinds[0]
     aligned = shape.q_len == shape.kv_len or getattr(part, "align", "bottom-right") == "bottom-right"

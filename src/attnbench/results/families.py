@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from attnbench.policy.shapes import mask_kind
+from attnbench.policy.shapes import mask_kind, part_kind
 from attnbench.results.records import device_of, framework_of, is_anchor, label
 from attnbench.spec import Pass, Record, Workload
 
@@ -32,8 +32,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """Query heads to key/value heads: 32:8."""
     head_dim: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths. A mask that hides nothing says so: kernels that refuse such
-    a mask if it hides something take it as no mask."""
+    """Kinds of its parts, such as causal or causal&lengths, or causal (top-left) if the lengths differ. A mask that hides
+    nothing says so: kernels that refuse such a mask if it hides something take it as no mask."""
     pass_: Pass
     shape: str = ""
     """Empty if there are as many queries as keys; else decode (one query) or rectangular."""
@@ -89,8 +89,8 @@ def family_of(record: Record) -> Family:
 @lru_cache(maxsize=4096)
 def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Family:
     """Return the family of a workload; its words do without the device and the framework."""
-    kinds = w.visible_mask.kinds
-    idle = kinds != (NO_MASK,) and mask_kind(w) == NO_MASK
+    kinds = [part_kind(part, w.mask_shape) for part in w.visible_mask.split()]
+    idle = kinds != [NO_MASK] and mask_kind(w) == NO_MASK
     return Family(
         device=device,
         framework=framework,
