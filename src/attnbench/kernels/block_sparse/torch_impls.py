@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls import AlwaysLse
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.conditions import (
     first_reason,
@@ -37,7 +38,6 @@ from attnbench.impls.conditions import (
     needs_package,
 )
 from attnbench.impls.torch._compile import CompiledCall
-from attnbench.kernels import WithLse
 from attnbench.kernels.block_sparse.tiles import (
     beyond_the_kernels,
     candidates,
@@ -114,7 +114,7 @@ def block_tables(workload: Workload, device: Any) -> BlockTables:
     return tables_of(layout, workload.mask_shape, device)
 
 
-class BlockSparse(WithLse):
+class BlockSparse(AlwaysLse):
     """Block-sparse masks on a CPU: kept blocks are gathered, and rows with equal counts computed together."""
 
     name = "torch.block-sparse"
@@ -204,7 +204,7 @@ class BlockSparseTriton(BlockSparse):
         return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
 
 
-class Selected(WithLse):
+class Selected(AlwaysLse):
     """`torch.block-sparse-dynamic` and `torch.block-sparse-learned`: choose blocks, then attend to them."""
 
     framework = "torch"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
 from attnbench.frameworks.jax.framework import Compiler, JaxFramework, import_jax, precision_of
+from attnbench.impls import WithLse
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
 from attnbench.kernels.ring.schedule import (
@@ -23,7 +24,7 @@ from attnbench.kernels.ring.schedule import (
     problem_of,
     shard_bytes,
 )
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Pass, Ranks, Workload
+from attnbench.spec import Array, Call, Config, Environment, Pass, Ranks, Workload
 
 if TYPE_CHECKING:
     from attnbench.kernels.ring.jax_engine import Sharded
@@ -155,7 +156,7 @@ def _homeward(call: MeshCall, like: Array, pass_: Pass) -> list[Callable[[Array]
     return [keys if name in ("dk", "dv") else queries for name in OUTPUTS[pass_]]
 
 
-class OverMesh(Implementation):
+class OverMesh(WithLse):
     """Sequence split over devices of a JAX mesh, `jax.ring[world=4,layout=striped]`; world 0 means every device."""
 
     framework = "jax"
@@ -185,16 +186,10 @@ class OverMesh(Implementation):
             needs_dtype(workload, "float64", "float32", "bfloat16"),
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=True)
-
     def apparatus(self, framework: Any, config: Config) -> Any:
         return MeshApparatus()
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         asked, layout = self._settings(config)
         rule = Rule(workload.softmax_scale, workload.softcap)
 

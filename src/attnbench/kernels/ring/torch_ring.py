@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from attnbench.errors import Unsupported
+from attnbench.impls import WithLse
 from attnbench.impls.conditions import (
     first_reason,
     needs_device,
@@ -28,10 +29,10 @@ from attnbench.kernels.ring.schedule import (
     needs_ring_mask,
     problem_of,
 )
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Workload
 
 
-class TorchRing(Implementation):
+class TorchRing(WithLse):
     """Sequence split over ranks, keys sent around a ring: `torch.ring[world=4,layout=striped,inner=torch.eager]`."""
 
     name = "torch.ring"
@@ -51,18 +52,12 @@ class TorchRing(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(self.available(environment), needs_ring_mask(workload))
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=True)
-
     def apparatus(self, framework: Any, config: Config) -> Any:
         from attnbench.kernels.ring.torch_calls import RingApparatus
 
         return RingApparatus(RingSettings.of(config).world, self.can_be_virtual)
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall, VirtualRing
 
         settings = RingSettings.of(config)
@@ -96,7 +91,7 @@ class TorchTemplatedRing(TorchRing):
             lengths,
         )
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall
 
         settings = RingSettings.of(config)
