@@ -24,15 +24,7 @@ from attnbench.errors import Unsupported
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
 from attnbench.impls.partial.torch_passes import dense_rows, with_dense_rows
-from attnbench.impls.torch._masks import (
-    bounds,
-    is_causal,
-    is_windowed,
-    may_have_dead_rows,
-    natural_lse,
-    needs_bottom_right,
-    needs_bounds,
-)
+from attnbench.impls.torch import _masks
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 
@@ -108,21 +100,21 @@ class Flash(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             conditions.needs_dtype(workload, "float16", "bfloat16"),
-            needs_bounds(workload),
-            needs_bottom_right(workload),
+            _masks.needs_bounds(workload),
+            _masks.needs_bottom_right(workload),
             conditions.needs_positive_scale(workload),
         )
 
     def window(self, workload: Workload) -> tuple[int | None, int | None]:
         """Return the library's `window_size`; a causal mask has a flag of its own and leaves both sides open."""
-        sides = bounds(workload) if is_windowed(workload) else (None, None)
+        sides = _masks.bounds(workload) if _masks.is_windowed(workload) else (None, None)
         left, right = (self.unbounded if side is None else side for side in sides)
         return left, right
 
     def options(self, workload: Workload, config: Config) -> dict[str, Any]:
         """Return keywords of the public function: some only if needed, since older versions lack them."""
-        options: dict[str, Any] = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
-        if is_windowed(workload):
+        options: dict[str, Any] = {"softmax_scale": workload.softmax_scale, "causal": _masks.is_causal(workload)}
+        if _masks.is_windowed(workload):
             options["window_size"] = self.window(workload)
         if workload.softcap is not None:
             options["softcap"] = workload.softcap
@@ -133,7 +125,7 @@ class Flash(Implementation):
         left, right = self.window(workload)
         return {
             "softmax_scale": workload.softmax_scale,
-            "causal": is_causal(workload),
+            "causal": _masks.is_causal(workload),
             "softcap": workload.softcap or 0.0,
             "window_size_left": left,
             "window_size_right": right,
@@ -168,7 +160,7 @@ class Flash(Implementation):
 
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
         """Return a function that corrects the library's LSE; it costs nothing if every row sees a key."""
-        return natural_lse if may_have_dead_rows(workload) else lambda lse: lse
+        return _masks.natural_lse if _masks.may_have_dead_rows(workload) else lambda lse: lse
 
     def _forward(self, workload: Workload, config: Config) -> Call:
         """Return build_lse without autograd, the forward pass of `partial`."""
@@ -250,7 +242,7 @@ class FlashAttention3(Flash):
         return first_reason(
             super().supports(workload, environment),
             f"{without} float16 kernels" if "FP16" in off and workload.dtype == "float16" else None,
-            f"{without} window" if "LOCAL" in off and is_windowed(workload) else None,
+            f"{without} window" if "LOCAL" in off and _masks.is_windowed(workload) else None,
             f"{without} softcap" if "SOFTCAP" in off and workload.softcap is not None else None,
             f"{without} backward pass" if "BACKWARD" in off and workload.needs_gradients else None,
             _fa3_dims(workload, off),

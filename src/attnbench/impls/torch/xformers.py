@@ -14,16 +14,7 @@ from typing import Any
 from attnbench.impls import conditions
 from attnbench.impls.conditions import find_module, first_reason
 from attnbench.impls.partial.torch_passes import with_dense_rows
-from attnbench.impls.torch._masks import (
-    bounds,
-    is_causal,
-    is_top_left,
-    is_windowed,
-    natural_lse,
-    needs_bottom_right,
-    needs_bounds,
-    needs_visible_rows,
-)
+from attnbench.impls.torch import _masks
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
@@ -47,14 +38,14 @@ class Xformers(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        windowed = is_windowed(workload)
+        windowed = _masks.is_windowed(workload)
         half = workload.dtype in ("float16", "bfloat16")
         return first_reason(
             # Only the flash kernels know windows, and they are 16-bit and take one head size.
             conditions.needs_dtype(workload, "float16", "bfloat16", *(() if windowed else ("float32",))),
-            needs_bounds(workload),
-            needs_bottom_right(workload) if windowed else None,
-            needs_visible_rows(workload),
+            _masks.needs_bounds(workload),
+            _masks.needs_bottom_right(workload) if windowed else None,
+            _masks.needs_visible_rows(workload),
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
             conditions.needs_equal_dims(workload) if windowed else None,
@@ -69,7 +60,7 @@ class Xformers(Implementation):
         def unpack(result: tuple[Array, Array], shape: tuple[int, ...]) -> tuple[Array, Array]:
             out, lse = result
             lse = lse.reshape(workload.batch, workload.heads, -1)[..., : workload.q_len]
-            return out.reshape(shape), natural_lse(lse).float()
+            return out.reshape(shape), _masks.natural_lse(lse).float()
 
         return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
 
@@ -105,12 +96,13 @@ class Xformers(Implementation):
 
 def _bias(workload: Workload) -> Any:
     """Return the bias class with the mask's alignment; None for a full mask."""
-    left, right = bounds(workload)
+    left, right = _masks.bounds(workload)
     if (left, right) == (None, None):
         return None
     classes = import_module("xformers.ops.fmha.attn_bias")
-    if is_causal(workload):
-        return classes.LowerTriangularMask() if is_top_left(workload) else classes.LowerTriangularFromBottomRightMask()
+    if _masks.is_causal(workload):
+        top_left = _masks.is_top_left(workload)
+        return classes.LowerTriangularMask() if top_left else classes.LowerTriangularFromBottomRightMask()
     far = workload.q_len + workload.kv_len
     left, right = (far if side is None else side for side in (left, right))
     return classes.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
