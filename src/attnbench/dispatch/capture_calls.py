@@ -147,7 +147,9 @@ def read_jax_nn(
 def _read(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> SeenCall:
     if any(getattr(x, "is_nested", False) for x in (q, k, v)):
         raise InvalidWorkload(NESTED)
-    shapes = (tuple(x.shape) if options["layout"] == "packed" else _four(tuple(x.shape)) for x in (q, k, v))
+    shapes = (tuple(x.shape) for x in (q, k, v))
+    if options["layout"] != "packed":  # four axes: the leading ones are multiplied, or 1 if there are none
+        shapes = ((prod(shape[:-3]), *(1,) * (3 - len(shape)), *shape[-3:]) for shape in shapes)
     forms: Any = tuple(Outline(shape, _dtype(x)) for shape, x in zip(shapes, (q, k, v)))
     arrays = [array for array in arrays if array is not None]
     kept = tuple((VARIES, None) if _vmap_levels(array) else (array, _version(array)) for array in arrays)
@@ -161,11 +163,6 @@ def _dtype(array: Array) -> Any:
     """Return the dtype that is computed in: autocast's, if it is on."""
     is_tensor = hasattr(array, "requires_grad")
     return dtype_under_autocast(array, array.device.type) if is_tensor else array.dtype
-
-
-def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with four axes: the leading ones are multiplied, or 1 if there are none."""
-    return (prod(shape[:-3]), *(1,) * (3 - len(shape)), *shape[-3:])
 
 
 def _version(array: Array) -> int | None:
