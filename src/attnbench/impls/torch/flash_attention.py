@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from attnbench.errors import Unsupported
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_passes import dense_rows, with_dense_rows
+from attnbench.impls.partial.torch_passes import dense_rows, for_backward, with_dense_rows
 from attnbench.impls.torch import _masks
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+from attnbench.spec import Array, Call, Config, Environment, Partial, Passes, Workload
 
 
 def fa3_module() -> str | None:
@@ -83,7 +83,7 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-class Flash(Implementation):
+class Flash(WithLse):
     """Base of the three generations: the mask as two bounds, the call, and the LSE beside it."""
 
     framework = "torch"
@@ -131,27 +131,21 @@ class Flash(Implementation):
             "window_size_right": right,
         }
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        function, options = self.function(), self.options(workload, config)
-
-        def call(q: Array, k: Array, v: Array) -> Array:
-            result = function(q, k, v, **options)  # the output alone, or first in a tuple
-            return result[0] if isinstance(result, tuple | list) else result
-
-        return call
-
-    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         function, options, natural = self.function(), self.options(workload, config), self.natural(workload)
-        if self.lse_flag in parameters(function):
+        if with_lse and self.lse_flag in parameters(function):
             options[self.lse_flag] = True
 
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            result = function(q, k, v, **options)
-            if not isinstance(result, tuple | list) or result[1] is None:
+        def run(q: Array, k: Array, v: Array) -> Any:
+            result = function(q, k, v, **options)  # the output alone, or first in a tuple
+            in_tuple = isinstance(result, tuple | list)
+            if not with_lse:
+                return result[0] if in_tuple else result
+            if not in_tuple or result[1] is None:
                 raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
             return result[0], natural(result[1])
 
-        return call
+        return run
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return both passes, or the forward pass alone for forward-only builds."""
@@ -166,9 +160,7 @@ class Flash(Implementation):
         """Return build_lse without autograd, the forward pass of `partial`."""
         import torch
 
-        call = self.build_lse(workload, config)
-        assert call is not None
-        return torch.no_grad()(call)
+        return torch.no_grad()(self.call(workload, config, with_lse=True))
 
 
 class FlashAttention2(Flash):
@@ -211,7 +203,7 @@ class FlashAttention2(Flash):
 
             grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             # Its own forward hands +inf to the backward for rows that see no key: exp(s - inf) = 0.
-            lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+            lse = for_backward(lse)
             fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": False}
             private(dout, q, k, v, out, lse, *grads, **options, **fixed)
             return grads

@@ -56,10 +56,6 @@ class TorchTemplatedRing(TorchRing):
     tunables = {name: value for name, value in schedule.TUNABLES.items() if name != "inner"}
     can_be_virtual = False
 
-    def configured(self, config: Config) -> Self:
-        schedule.RingSettings.of(config)
-        return self
-
     def available(self, environment: Environment) -> str | None:
         return conditions.needs_device(environment, "cpu")
 
