@@ -95,21 +95,12 @@ def joined(*notes: str) -> str:
 
 
 def read_attention(
-    q: Array, k: Array, v: Array, *, mask: Any = None, scale: Any = None, softcap: Any = None, layout: str = "bshd",
-    heads: Any = None, **_: Any,
+    q: Array, k: Array, v: Array, *, mask: Any = None, visible: Any = None, bias: Any = None, scale: Any = None,
+    softcap: Any = None, layout: str = "bshd", heads: Any = None, **_: Any,
 ) -> SeenCall:  # fmt: skip
-    """Read a call of `ab.attention`."""
+    """Read a call of `ab.attention`, or of `attention_with_array`, whose mask is the arrays `visible` and `bias`."""
     options = {"scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
-    return _read(q, k, v, mask=mask, options=options)
-
-
-def read_array_attention(
-    q: Array, k: Array, v: Array, *, visible: Any = None, bias: Any = None, scale: Any = None, softcap: Any = None,
-    layout: str = "bshd", **_: Any,
-) -> SeenCall:  # fmt: skip
-    """Read a call of `attention_with_array`."""
-    options = {"scale": scale, "softcap": softcap, "layout": layout}
-    return _read(q, k, v, arrays=(visible, bias), options=options)
+    return _read(q, k, v, mask=mask, arrays=(visible, bias), options=options)
 
 
 def read_sdpa(
@@ -184,20 +175,12 @@ def note_sdpa(
 
 
 def note_attention(
-    note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, scale: float | None = None,
-    softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
+    note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, visible: Any = None, bias: Any = None,
+    scale: float | None = None, softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
 ) -> None:  # fmt: skip
-    """Note a call of `ab.attention` that torch.compile traces, its mask as plain values."""
+    """Note a call of `ab.attention` or `attention_with_array` that torch.compile traces, its mask as plain values."""
     words = ("mask", literal(mask), "scale", scale, "softcap", softcap, "layout", layout, "heads", heads)
-    note(*_outlines(q, k, v), False, words)
-
-
-def note_array_attention(
-    note: Note, q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float | None = None,
-    layout: str = "bshd", **_: Any,
-) -> None:  # fmt: skip
-    """Note a call of `attention_with_array` that torch.compile traces."""
-    note(*_outlines(q, k, v), True, ("scale", scale, "softcap", softcap, "layout", layout))
+    note(*_outlines(q, k, v), visible is not None or bias is not None, words)
 
 
 def _outlines(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
