@@ -38,10 +38,8 @@ from attnbench.dispatch.capture_calls import (
     SeenCall,
     clock_of,
     joined,
-    note_array_attention,
     note_attention,
     note_sdpa,
-    read_array_attention,
     read_attention,
     read_jax_nn,
     read_outline,
@@ -317,7 +315,7 @@ def _hooks() -> Iterator[tuple[Hook, str, Callable[..., SeenCall], Callable[...,
     yield attention, "ab.attention", read_attention, note_attention
     yield _hook("attnbench.dispatch.decode", "attend"), "ab.attention", partial(read_attention, layout="bhsd"), None
     with_array = _hook("attnbench.dispatch.array_masks", "attention_with_array")
-    yield with_array, "ab.attention", read_array_attention, note_array_attention
+    yield with_array, "ab.attention", read_attention, note_attention
     if "torch" in sys.modules:
         yield sdpa_hook(), "F.scaled_dot_product_attention", read_sdpa, note_sdpa
     if "jax" in sys.modules:

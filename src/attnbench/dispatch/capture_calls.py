@@ -95,21 +95,12 @@ def joined(*notes: str) -> str:
 
 
 def read_attention(
-    q: Array, k: Array, v: Array, *, mask: Any = None, scale: Any = None, softcap: Any = None, layout: str = "bshd",
-    heads: Any = None, **_: Any,
+    q: Array, k: Array, v: Array, *, mask: Any = None, visible: Any = None, bias: Any = None, scale: Any = None,
+    softcap: Any = None, layout: str = "bshd", heads: Any = None, **_: Any,
 ) -> SeenCall:  # fmt: skip
-    """Read a call of `ab.attention`."""
+    """Read a call of `ab.attention`, or of `attention_with_array`, whose mask is the arrays `visible` and `bias`."""
     options = {"scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
-    return _read(q, k, v, mask=mask, options=options)
-
-
-def read_array_attention(
-    q: Array, k: Array, v: Array, *, visible: Any = None, bias: Any = None, scale: Any = None, softcap: Any = None,
-    layout: str = "bshd", **_: Any,
-) -> SeenCall:  # fmt: skip
-    """Read a call of `attention_with_array`."""
-    options = {"scale": scale, "softcap": softcap, "layout": layout}
-    return _read(q, k, v, arrays=(visible, bias), options=options)
+    return _read(q, k, v, mask=mask, arrays=(visible, bias), options=options)
 
 
 def read_sdpa(
@@ -147,7 +138,9 @@ def read_jax_nn(
 def _read(q: Array, k: Array, v: Array, *, options: dict[str, Any], mask: Any = None, arrays: Any = ()) -> SeenCall:
     if any(getattr(x, "is_nested", False) for x in (q, k, v)):
         raise InvalidWorkload(NESTED)
-    shapes = (tuple(x.shape) if options["layout"] == "packed" else _four(tuple(x.shape)) for x in (q, k, v))
+    shapes = (tuple(x.shape) for x in (q, k, v))
+    if options["layout"] != "packed":  # four axes: the leading ones are multiplied, or 1 if there are none
+        shapes = ((prod(shape[:-3]), *(1,) * (3 - len(shape)), *shape[-3:]) for shape in shapes)
     forms: Any = tuple(Outline(shape, _dtype(x)) for shape, x in zip(shapes, (q, k, v)))
     arrays = [array for array in arrays if array is not None]
     kept = tuple((VARIES, None) if _vmap_levels(array) else (array, _version(array)) for array in arrays)
@@ -161,11 +154,6 @@ def _dtype(array: Array) -> Any:
     """Return the dtype that is computed in: autocast's, if it is on."""
     is_tensor = hasattr(array, "requires_grad")
     return dtype_under_autocast(array, array.device.type) if is_tensor else array.dtype
-
-
-def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with four axes: the leading ones are multiplied, or 1 if there are none."""
-    return (prod(shape[:-3]), *(1,) * (3 - len(shape)), *shape[-3:])
 
 
 def _version(array: Array) -> int | None:
@@ -187,20 +175,12 @@ def note_sdpa(
 
 
 def note_attention(
-    note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, scale: float | None = None,
-    softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
+    note: Note, q: Array, k: Array, v: Array, *, mask: Any = None, visible: Any = None, bias: Any = None,
+    scale: float | None = None, softcap: float | None = None, layout: str = "bshd", heads: Any = None, **_: Any,
 ) -> None:  # fmt: skip
-    """Note a call of `ab.attention` that torch.compile traces, its mask as plain values."""
+    """Note a call of `ab.attention` or `attention_with_array` that torch.compile traces, its mask as plain values."""
     words = ("mask", literal(mask), "scale", scale, "softcap", softcap, "layout", layout, "heads", heads)
-    note(*_outlines(q, k, v), False, words)
-
-
-def note_array_attention(
-    note: Note, q: Array, k: Array, v: Array, *, scale: float | None = None, softcap: float | None = None,
-    layout: str = "bshd", **_: Any,
-) -> None:  # fmt: skip
-    """Note a call of `attention_with_array` that torch.compile traces."""
-    note(*_outlines(q, k, v), True, ("scale", scale, "softcap", softcap, "layout", layout))
+    note(*_outlines(q, k, v), visible is not None or bias is not None, words)
 
 
 def _outlines(q: Array, k: Array, v: Array) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from attnbench import reference
+from attnbench.impls import WithLse
 from attnbench.impls.conditions import needs_dtype
 from attnbench.masks.large_bias import finite
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Call, Config, Environment, Workload
 
 
 class _NumpyCall:
@@ -36,7 +37,7 @@ class _NumpyCall:
         return tuple(g.astype(q.dtype, copy=False) for g in reference.attention_gradients(self._workload, *arrays))
 
 
-class NumpyAttention(Implementation):
+class NumpyAttention(WithLse):
     """Attention in NumPy by blocks of query rows."""
 
     framework = "numpy"
@@ -49,11 +50,8 @@ class NumpyAttention(Implementation):
         dtypes = ("float32", "float64") if self._working is np.float64 else ("float32",)
         return needs_dtype(workload, *dtypes)
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return _NumpyCall(workload, self._working, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return _NumpyCall(workload, self._working, with_lse=True)
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        return _NumpyCall(workload, self._working, with_lse)
 
 
 REFERENCE = NumpyAttention("numpy.reference", np.float64, "NumPy in float64: the reference of verification.")

@@ -22,6 +22,7 @@ from attnbench.errors import Unsupported, UsageError
 from attnbench.frameworks import environment_of
 from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls import AlwaysLse, WithLse
 from attnbench.impls.conditions import needs_device
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Pass, Workload
@@ -37,7 +38,7 @@ MISSING = {
 }
 
 
-class Pairing(Implementation):
+class Pairing(WithLse):
     """Forward pass of one implementation followed by the backward pass of another, both in layout bshd."""
 
     process = "pair"
@@ -176,7 +177,7 @@ TORCH_BACKWARDS_OF_WIDE_HEADS = ("torch.sdpa-cudnn", "torch.fa4", "torch.fa3", *
 WIDE = 128
 
 
-class TorchPair(Pairing):
+class TorchPair(Pairing, AlwaysLse):
     """Forward pass of one library, backward of another: `[forward=torch.fa3,backward=torch.fa4]`; by default the first
     that run."""
 
@@ -199,11 +200,7 @@ class TorchPair(Pairing):
         call = super().lse_call(part, workload)
         return None if call is None else torch.no_grad()(call)
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
+    def both(self, workload: Workload, config: Config) -> Call:
         from attnbench.impls.partial.torch_autograd import differentiable, turned
 
         pair = self.configured(config)
@@ -213,12 +210,7 @@ class TorchPair(Pairing):
             return differentiable(turned(passes) if self.layout == "bhsd" else passes, self.layout)
 
         calls = once_per_device(made)
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = calls(q.device)(q, k, v)
-            return out, lse.float()
-
-        return call
+        return lambda q, k, v: calls(q.device)(q, k, v)
 
     def partial(self, workload: Workload, config: Config) -> Partial:
         """Return both passes in bshd without autograd, for graphs of torch.compile."""
@@ -245,24 +237,17 @@ class JaxPair(Pairing):
     def order(self, role: Role, workload: Workload) -> Sequence[str]:
         return JAX_FORWARDS if role == "forward" else JAX_BACKWARDS
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        call = self._call(workload, config, with_lse=True)
-
-        def with_lse(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            out, lse = call(q, k, v)
-            return out, lse.astype("float32")
-
-        return with_lse
-
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.impls.partial.jax_passes import differentiable
 
         pair = self.configured(config)
         calls = lru_cache(lambda device: differentiable(pair.chosen(workload, environment_of("jax", device)), with_lse))
-        return lambda q, k, v: calls(kind_of_device(q))(q, k, v)
+
+        def run(q: Array, k: Array, v: Array) -> Any:
+            result = calls(kind_of_device(q))(q, k, v)
+            return (result[0], result[1].astype("float32")) if with_lse else result
+
+        return run
 
 
 JAX_PAIR = JaxPair()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from attnbench.errors import UsageError
+from attnbench.impls import AlwaysLse
+from attnbench.impls._arguments import check_whole
 from attnbench.impls.conditions import first_reason, needs_device
 from attnbench.impls.partial.torch_passes import nothing_yet
-from attnbench.kernels import WithLse
 from attnbench.kernels.ring.schedule import Tile, TokenRun, block_tiles, check_inner, needs_dense_mask, problem_of
 from attnbench.spec import Array, Call, Config, Environment, Workload
 
@@ -26,7 +26,7 @@ LEAST_CHUNKS = 4
 """Fewest chunks of a sequence: short sequences are cut too, so that what is verified small is what runs large."""
 
 
-class Chunked(WithLse):
+class Chunked(AlwaysLse):
     """Long sequences in tiles of another kernel: `torch.chunked[chunk=32768,inner=torch.sdpa-flash]`."""
 
     name = "torch.chunked"
@@ -35,7 +35,7 @@ class Chunked(WithLse):
 
     def configured(self, config: Config) -> Self:
         given = {**self.tunables, **config}
-        _check_chunk(given["chunk"])
+        check_whole("chunk", given["chunk"], 1)
         check_inner(given["inner"])
         return self
 
@@ -46,21 +46,17 @@ class Chunked(WithLse):
         return first_reason(self.available(environment), needs_dense_mask(workload))
 
     def both(self, workload: Workload, config: Config) -> Call:
+        from attnbench.impls.partial.torch_autograd import differentiable
+
         plan = TilePlan(workload, {**self.tunables, **config})
-        return lambda q, k, v: _operation()(q, k, v, plan)
-
-
-def _check_chunk(chunk: object) -> int:
-    if not isinstance(chunk, int) or chunk < 1:
-        raise UsageError(f"chunk must be a whole number of at least 1, not {chunk!r}.")
-    return chunk
+        return differentiable((partial(_forward, plan), partial(_backward, plan)))
 
 
 class TilePlan:
     """The tiles of a problem, query chunk by query chunk, and their kernels."""
 
     def __init__(self, workload: Workload, config: Config) -> None:
-        chunk = _check_chunk(config["chunk"])
+        check_whole("chunk", config["chunk"], 1)
 
         def kernels(device: torch.device) -> TileKernels:
             from attnbench.kernels.ring.work import TileKernels
@@ -69,7 +65,7 @@ class TilePlan:
 
         self.kernels = lru_cache(kernels)
         self._problem = problem_of(workload, 1, "contiguous")
-        self._chunk = min(chunk, -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
+        self._chunk = min(int(config["chunk"]), -(-max(workload.q_len, workload.kv_len) // LEAST_CHUNKS))
 
     def chunks(self) -> Iterator[tuple[slice, list[Tile]]]:
         """Yield the rows of each query chunk, and its tiles with rows counted from the chunk's first row."""
@@ -83,23 +79,7 @@ class TilePlan:
             yield slice(row, row + queries.size), tiles
 
 
-@lru_cache(maxsize=1)
-def _operation() -> Any:
-    """Return the operation `(q, k, v, plan) -> (out, lse)`; the LSE carries no gradient."""
-    from attnbench.impls.partial.torch_autograd import Operation, once
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        *arrays, ctx.plan = inputs
-        ctx.save_for_backward(*arrays, *outputs)
-        ctx.mark_non_differentiable(outputs[1])
-
-    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        return *once(partial(_backward, ctx.plan), *ctx.saved_tensors, dout), None
-
-    return Operation(_forward, keep, backward)
-
-
-def _forward(q: Array, k: Array, v: Array, plan: TilePlan) -> tuple[Array, Array]:
+def _forward(plan: TilePlan, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     import torch
 
     from attnbench.kernels.ring.work import attend_tiles

@@ -84,13 +84,8 @@ FLASH_FIELDS = tuple(field.name for field in fields(Path))
 
 
 def flash_fields(module: Any) -> dict[str, Any]:
-    """Return the path's fields of a module, for the modules inside it."""
+    """Return the path's fields of a module, for its `Path` and for the modules inside it."""
     return {name: getattr(module, name) for name in FLASH_FIELDS}
-
-
-def path_of(module: Any) -> Path:
-    """Return the path of an attention module."""
-    return Path(**flash_fields(module))
 
 
 def attend(q: Array, k: Array, v: Array, attn_mask: Array | TokenMask, path: Path, dtype: Any) -> Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from attnbench.errors import UsageError
-from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, Path, attend, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config, Variant, get_config
 from attnbench.models.lora import Einsum, FeedForward, project_qkv
 from attnbench.models.masks import TokenMask, prepared
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         k = apply_rope(k, positions).astype(dtype)
         if kv_cache is not None:
             k, v = (jnp.concatenate([old, new], axis=1) for old, new in zip(kv_cache, (k, v)))
-        encoded = attend(q, k, v, attn_mask, path_of(self), dtype)
+        encoded = attend(q, k, v, attn_mask, Path(**flash_fields(self)), dtype)
         outs: list[Array | None] = []
         start = 0
         init = nn.initializers.lecun_normal(in_axis=(-3, -2), out_axis=-1)

@@ -16,7 +16,7 @@ from jax import Array
 
 from attnbench.errors import UnknownName, UsageError
 from attnbench.models import gemma_config
-from attnbench.models.attention import FlashChoice, FullyMasked, attend, flash_fields, path_of
+from attnbench.models.attention import FlashChoice, FullyMasked, Path, attend, flash_fields
 from attnbench.models.gemma import Embedder, RMSNorm, stacked
 from attnbench.models.lora import Einsum, FeedForward, LoRAConfig, project_qkv
 from attnbench.models.masks import TokenMask, prepared
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         k = apply_rope(k, positions)
         slots = attn_mask.kv_len if isinstance(attn_mask, TokenMask) else attn_mask.shape[-1]
         cache = self._new_cache(k, v, slots) if kv_cache is None else self._grown(k, v, kv_cache)
-        encoded = attend(q, cache[1], cache[2], attn_mask, path_of(self), x.dtype)
+        encoded = attend(q, cache[1], cache[2], attn_mask, Path(**flash_fields(self)), x.dtype)
         init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
         shape = (self.num_heads, self.head_dim, self.features)
         out = Einsum(shape, init, self.lora_config, name="attn_vec_einsum")("BTNH,NHD->BTD", encoded)

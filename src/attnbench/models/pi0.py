@@ -16,6 +16,7 @@ from flax import struct
 from jax import Array
 
 from attnbench.errors import UsageError
+from attnbench.impls._arguments import check_whole
 from attnbench.models import gemma
 from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.masks import TokenMask, in_blocks, truths
@@ -251,8 +252,7 @@ def sample_actions(
 ) -> Array:
     """Return actions from noise by Euler steps: one pass over the prefix, then only the suffix against its cache."""
     config = model.config
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise UsageError(f"num_steps must be a whole number of at least 1, not {num_steps!r}.")
+    check_whole("num_steps", num_steps, 1)
     if noise is None:
         batch = observation.image_tokens.shape[0]
         noise = jax.random.normal(rng, (batch, config.action_horizon, config.action_dim))

@@ -20,6 +20,7 @@ from jax import Array
 from jax.core import Tracer
 
 from attnbench.errors import UsageError
+from attnbench.impls._arguments import check_whole
 from attnbench.models import gemma_fast
 from attnbench.models.attention import FlashChoice, FullyMasked, flash_fields
 from attnbench.models.gemma_config import PALIGEMMA_VOCAB_SIZE, Config
@@ -180,8 +181,7 @@ def sample_tokens(
     """Return generated tokens [B, max_decoding_steps], with 0 after the end token of a row; greedy at temperature 0."""
     if position_rule not in RULES:
         raise UsageError(f'position_rule must be {" or ".join(RULES)}, not "{position_rule}".')
-    if isinstance(max_decoding_steps, bool) or not isinstance(max_decoding_steps, int) or max_decoding_steps < 1:
-        raise UsageError(f"max_decoding_steps must be a whole number of at least 1, not {max_decoding_steps!r}.")
+    check_whole("max_decoding_steps", max_decoding_steps, 1)
     _check_temperature(temperature)
     variables = {"params": params}
     prefilled: Any = model.apply(variables, observation, max_decoding_steps, method="prefill")

@@ -11,17 +11,7 @@ from attnbench.spec import Array, Config, Environment, Workload
 from attnbench.steps import StepImplementation, kind_of
 from attnbench.steps.gemma import EXPERTS, FEED_FORWARD, NORMS, PROJECTIONS, why_no_stack
 from attnbench.steps.pi0 import DENSE, TABLE, unsupported, whole
-from attnbench.workloads.steps import (
-    ACTION_DIM,
-    GEMMA_DEPTH,
-    SAMPLER_STEPS,
-    STEPS,
-    depth,
-    experts,
-    gemma_width,
-    parts,
-    vocabulary,
-)
+from attnbench.workloads import steps
 
 if TYPE_CHECKING:
     from attnbench.models.gemma_config import Config as Sizes
@@ -36,7 +26,7 @@ class JaxModelStep(StepImplementation):
     def __init__(self, step: str, flash: bool) -> None:
         self.name, self.step = f"jax.{step}{'-flash' if flash else ''}", step
         way = "attention by a flash path" if flash else "attention by an einsum that stores the scores"
-        self.description = f"Step {step} in JAX: {STEPS[step].description}; {way}."
+        self.description = f"Step {step} in JAX: {steps.STEPS[step].description}; {way}."
         self._flash, self.materialises_scores = flash, not flash
         self.tunables = {"impl": "auto"} if flash else {}
 
@@ -133,8 +123,8 @@ class JaxGemmaStack(JaxModelStep):
         from attnbench.models import gemma
         from attnbench.models.masks import known
 
-        width = gemma_width(workload)
-        sizes = gemma.Config(width, GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
+        width = steps.gemma_width(workload)
+        sizes = gemma.Config(width, steps.GEMMA_DEPTH, 8 * width, workload.heads, workload.kv_heads, workload.head_dim)
         model: Any = gemma.Module([sizes], workload.dtype, **self.path(config))
         mask = known(workload.visible_mask, workload.q_len)
 
@@ -153,7 +143,9 @@ def sizes(w: Workload) -> list[Sizes]:
     """Return the configurations of both experts."""
     from attnbench.models.gemma_config import Config as Sizes
 
-    return [Sizes(expert.width, depth(w), expert.wide, w.heads, w.kv_heads, w.head_dim) for expert in experts(w)]
+    return [
+        Sizes(expert.width, steps.depth(w), expert.wide, w.heads, w.kv_heads, w.head_dim) for expert in steps.experts(w)
+    ]
 
 
 class JaxPi0Attention(JaxModelStep):
@@ -174,7 +166,7 @@ class JaxPi0Attention(JaxModelStep):
         alone = self.step == "pi0-attention"
         module: Any = (gemma.Attention if alone else gemma.Block)(configs=sizes(workload), **self.path(config))
         products = projections_of if alone else products_of
-        mask = in_blocks(parts(workload))
+        mask = in_blocks(steps.parts(workload))
 
         def forward(tree: Any, xs: Any) -> Any:
             positions = jnp.broadcast_to(jnp.arange(workload.q_len), (workload.batch, workload.q_len))
@@ -217,8 +209,8 @@ class JaxPi0Model(JaxModelStep):
                 dtype=workload.dtype,
                 paligemma_variant=large,
                 action_expert_variant=small,
-                action_dim=ACTION_DIM,
-                action_horizon=parts(workload)[2],
+                action_dim=steps.ACTION_DIM,
+                action_horizon=steps.parts(workload)[2],
                 **self.path(config),
             )
         )
@@ -259,8 +251,8 @@ class JaxPi0Sampler(JaxPi0Model):
         def run(state: Any) -> tuple[Array, ...]:
             tree, observation, given = state
             unused = jax.random.key(0)
-            steps = {"num_steps": SAMPLER_STEPS, "noise": given["noise"]}
-            return (pi0.sample_actions(model, tree, unused, observation, **steps),)
+            options = {"num_steps": steps.SAMPLER_STEPS, "noise": given["noise"]}
+            return (pi0.sample_actions(model, tree, unused, observation, **options),)
 
         return run
 
@@ -278,7 +270,7 @@ class JaxPi0Fast(JaxModelStep):
     def model(self, workload: Workload, config: Config) -> Any:
         from attnbench.models import pi0_fast
 
-        words = {"paligemma_variant": sizes(workload)[0], "vocab_size": vocabulary(workload)}
+        words = {"paligemma_variant": sizes(workload)[0], "vocab_size": steps.vocabulary(workload)}
         return pi0_fast.Pi0Fast(pi0_fast.Pi0FastConfig(dtype=workload.dtype, **words, **self.path(config)))
 
 

@@ -34,19 +34,7 @@ from attnbench.steps.gemma import (
     visible,
     with_gradients,
 )
-from attnbench.workloads.steps import (
-    ACTION_DIM,
-    SAMPLER_STEPS,
-    SMALL_DEPTH,
-    WHOLE_VOCABULARY,
-    block_sizes,
-    depth,
-    experts,
-    in_blocks,
-    parts,
-    text_tokens,
-    vocabulary,
-)
+from attnbench.workloads import steps
 
 BLOCKS = "a block_causal mask of the blocks (prefix, 1, actions)"
 FORMS = {
@@ -82,7 +70,7 @@ def unsupported(w: Workload) -> str | None:
 
 def _has_form(w: Workload) -> bool:
     """Return whether the workload has the mask and the lengths of FORMS."""
-    mask, blocks = w.visible_mask, block_sizes(w)
+    mask, blocks = w.visible_mask, steps.block_sizes(w)
     if w.step == "pi0-fast-prefill":
         in_cache = isinstance(mask, masks.Lengths) and bool((mask.kv_lengths.array == w.q_len).all())
         return in_cache or (isinstance(mask, masks.Full) and w.q_len == w.kv_len)
@@ -100,22 +88,22 @@ def small(w: Workload) -> Workload:
     return replace(w, heads=heads, kv_heads=1, batch=min(w.batch, CHECKED_BATCH), mask=masks.full())
 
 
-DRAWN_LAYERS = SMALL_DEPTH
+DRAWN_LAYERS = steps.SMALL_DEPTH
 LAYERED = (*(f"{name}{end}" for end in EXPERTS for name in (*WEIGHTS, *NORMS)), "keys", "values")
 TABLE = "input_embedding"
-TABLE_REPEATS = {WHOLE_VOCABULARY: 41}
+TABLE_REPEATS = {steps.WHOLE_VOCABULARY: 41}
 
 
 def drawn_rows(w: Workload) -> tuple[int, int]:
     """Return the number of drawn rows of the embedding table, and their width."""
-    return vocabulary(w) // TABLE_REPEATS.get(vocabulary(w), 1), experts(w)[0].width
+    return steps.vocabulary(w) // TABLE_REPEATS.get(steps.vocabulary(w), 1), steps.experts(w)[0].width
 
 
 def repeats(name: str, w: Workload) -> int:
     """Return how often a drawn array is repeated in the model."""
     if name in LAYERED:
-        return depth(w) // DRAWN_LAYERS
-    return TABLE_REPEATS.get(vocabulary(w), 1) if name == TABLE else 1
+        return steps.depth(w) // DRAWN_LAYERS
+    return TABLE_REPEATS.get(steps.vocabulary(w), 1) if name == TABLE else 1
 
 
 def whole(arrays: Mapping[str, Any], w: Workload, tile: Callable[..., Any]) -> dict[str, Any]:
@@ -128,11 +116,11 @@ class Pi0Kind(StepKind):
     """Step on a mask in pi0's blocks."""
 
     def small(self, workload: Workload) -> Workload:
-        w, (prefix, state, actions) = workload, parts(workload)
+        w, (prefix, state, actions) = workload, steps.parts(workload)
         blocks = min(prefix, CHECKED_PROMPT), state, min(actions, CHECKED_ACTIONS)
         tokens = sum(blocks)
         q_len = tokens if w.q_len == w.kv_len else tokens - blocks[0]
-        return replace(small(w), q_len=q_len, kv_len=tokens, mask=in_blocks(*blocks))
+        return replace(small(w), q_len=q_len, kv_len=tokens, mask=steps.in_blocks(*blocks))
 
 
 class Pi0Joint(Pi0Kind):
@@ -149,9 +137,9 @@ class Pi0Joint(Pi0Kind):
     def draw(self, workload: Workload, seed: int) -> Values:
         """Return tokens of variance 1 and weights of variance 1 / fan-in."""
         w, normal = workload, normals(seed)
-        prefix, state, actions = parts(w)
+        prefix, state, actions = steps.parts(w)
         values = {}
-        for end, tokens, expert in zip(EXPERTS, (prefix, state + actions), experts(w)):
+        for end, tokens, expert in zip(EXPERTS, (prefix, state + actions), steps.experts(w)):
             values[f"x{end}"] = normal(w.batch, tokens, expert.width)
             values[f"dout{end}"] = normal(w.batch, tokens, expert.width)
             values |= draw_expert(normal, w, *expert, (), end, self._drawn)
@@ -187,7 +175,9 @@ class Pi0Model(Pi0Kind):
         """Return an observation, actions, noise, and times as openpi draws them."""
         w, normal = workload, normals(seed)
         times = np.random.default_rng(seed).beta(1.5, 1, w.batch) * 0.999 + 0.001
-        return {**draw_model(normal, w), "actions": _actions(normal, w), "time": times.astype(np.float32)}
+        values = draw_model(normal, w)
+        actions = normal(w.batch, steps.parts(w)[2], steps.ACTION_DIM)
+        return {**values, "actions": actions, "time": times.astype(np.float32)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         arrays = tensors(whole(values, workload, np.tile), (*PRODUCTS, *DENSE) if workload.needs_gradients else ())
@@ -195,7 +185,7 @@ class Pi0Model(Pi0Kind):
         share = arrays["time"][:, None, None]
         noisy = hold(share * arrays["noise"] + (1 - share) * arrays["actions"])
         xs = [arrays["prefix"], store(suffix_tokens(arrays, noisy, values["time"], rounded))]
-        for layer in range(depth(workload)):
+        for layer in range(steps.depth(workload)):
             weights = [of_layer(arrays, layer, end) for end in EXPERTS]
             xs, _ = joint_block(xs, weights, visible(workload), store)
         velocity = to_actions(arrays, xs[1], store, hold)
@@ -215,40 +205,36 @@ class Pi0Sampler(Pi0Kind):
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
         """Compute the actions by Euler's rule, time running from 1 to 0."""
-        arrays, prefix = tensors(whole(values, workload, np.tile)), parts(workload)[0]
+        arrays, prefix = tensors(whole(values, workload, np.tile)), steps.parts(workload)[0]
         store, hold = storing(rounded), storing(in_float32(rounded))
         seen, xs, caches = visible(workload), [arrays["prefix"]], []
-        for layer in range(depth(workload)):
+        for layer in range(steps.depth(workload)):
             xs, cache = joint_block(xs, [of_layer(arrays, layer)], seen.new_ones(1), store)
             caches.append(cache)
         actions, times = arrays["noise"], np.ones(workload.batch)
-        for _ in range(SAMPLER_STEPS):
+        for _ in range(steps.SAMPLER_STEPS):
             xs = [store(suffix_tokens(arrays, actions, times, rounded))]
             for layer, cache in enumerate(caches):
                 weights = [of_layer(arrays, layer, EXPERTS[1])]
                 xs, _ = joint_block(xs, weights, seen, store, first=prefix, cache=cache)
-            actions = hold(actions - to_actions(arrays, xs[0], store, hold) / SAMPLER_STEPS)
-            times = in_float32(rounded)(times - 1 / SAMPLER_STEPS)
+            actions = hold(actions - to_actions(arrays, xs[0], store, hold) / steps.SAMPLER_STEPS)
+            times = in_float32(rounded)(times - 1 / steps.SAMPLER_STEPS)
         return {"actions": actions.numpy()}
 
 
 def draw_model(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
     """Return weights of variance 1 / fan-in, and prefix, state and noise of variance 1."""
-    prefix, (large, small) = parts(w)[0], experts(w)
-    fan_ins = (ACTION_DIM, ACTION_DIM, 2 * small.width, small.width, small.width)
-    values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, ACTION_DIM)}
-    values["noise"] = _actions(normal, w)
+    (prefix, _, actions), (large, small) = steps.parts(w), steps.experts(w)
+    fan_ins = (steps.ACTION_DIM, steps.ACTION_DIM, 2 * small.width, small.width, small.width)
+    values = {"prefix": normal(w.batch, prefix, large.width), "state": normal(w.batch, steps.ACTION_DIM)}
+    values["noise"] = normal(w.batch, actions, steps.ACTION_DIM)
     for end, expert in zip(EXPERTS, (large, small)):
         values |= draw_expert(normal, w, *expert, (DRAWN_LAYERS,), end)
         values[f"final_norm{end}"] = normal(expert.width, fan_in=100)
     for name, fan_in in zip(DENSE, fan_ins):
-        width = ACTION_DIM if name == "action_out_proj" else small.width
+        width = steps.ACTION_DIM if name == "action_out_proj" else small.width
         values |= {name: normal(fan_in, width, fan_in=fan_in), f"{name}_bias": normal(width, fan_in=100)}
     return values
-
-
-def _actions(normal: Normal, w: Workload) -> np.ndarray:
-    return normal(w.batch, parts(w)[2], ACTION_DIM)
 
 
 def suffix_tokens(arrays: dict[str, Any], noisy: Any, times: np.ndarray, rounded: Rounded) -> Any:
@@ -304,8 +290,8 @@ class Pi0FastPrefill(StepKind):
 
     def draw(self, workload: Workload, seed: int) -> Values:
         """Return weights, image tokens as embeddings, and text tokens."""
-        w, normal, text = workload, normals(seed), text_tokens(workload.q_len)
-        images = normal(w.batch, w.q_len - text, experts(w)[0].width)
+        w, normal, text = workload, normals(seed), steps.text_tokens(workload.q_len)
+        images = normal(w.batch, w.q_len - text, steps.experts(w)[0].width)
         return {**_weights(normal, w), "images": images, "tokens": _tokens(w, text, seed)}
 
     def reference(self, workload: Workload, values: Values, rounded: Rounded) -> Outputs:
@@ -313,7 +299,7 @@ class Pi0FastPrefill(StepKind):
 
         arrays, store = tensors(whole(values, workload, np.tile)), storing(rounded)
         xs, caches = [torch.cat([arrays["images"], _embedded(arrays, rounded, store)], 1)], []
-        for layer in range(depth(workload)):
+        for layer in range(steps.depth(workload)):
             xs, cache = joint_block(xs, [of_layer(arrays, layer)], torch.ones(1, dtype=torch.bool), store)
             caches.append(cache)
         room = (0, 0, 0, 0, 0, workload.kv_len - workload.q_len)
@@ -343,7 +329,7 @@ class Pi0FastDecode(StepKind):
         """Compute all tokens in one causal pass after the cache, whose result step-by-step decoding must match."""
         arrays, store, w = tensors(whole(values, workload, np.tile)), storing(rounded), workload
         xs = [_embedded(arrays, rounded, store)]
-        for layer in range(depth(w)):
+        for layer in range(steps.depth(w)):
             cache = arrays["keys"][layer], arrays["values"][layer]
             weights = [of_layer(arrays, layer)]
             xs, _ = joint_block(xs, weights, visible(w), store, first=w.kv_len - w.q_len, cache=cache)
@@ -351,7 +337,7 @@ class Pi0FastDecode(StepKind):
 
 
 def _weights(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
-    expert = experts(w)[0]
+    expert = steps.experts(w)[0]
     return {
         **draw_expert(normal, w, *expert, (DRAWN_LAYERS,)),
         "final_norm": normal(expert.width, fan_in=100),
@@ -360,7 +346,7 @@ def _weights(normal: Normal, w: Workload) -> dict[str, np.ndarray]:
 
 
 def _tokens(w: Workload, length: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, vocabulary(w), (w.batch, length), dtype=np.int32)
+    return np.random.default_rng(seed).integers(0, steps.vocabulary(w), (w.batch, length), dtype=np.int32)
 
 
 def _embedded(arrays: dict[str, Any], rounded: Rounded, store: Store) -> Any:

@@ -5,8 +5,7 @@ Masks become arrays here, inside the traced call: positions are iotas that XLA f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,24 +21,15 @@ ROW_BLOCK = 1 << 24
 """Pairs looked at in one go on the host."""
 
 
-@contextmanager
-def usual_promotion() -> Iterator[None]:
-    """Let jax.numpy promote ranks and dtypes by its default rules inside, whatever the user set for other code."""
-    import jax
-
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def in_usual_promotion(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, which runs in `usual_promotion` if another one is set."""
+    """Return a function in which jax.numpy promotes ranks and dtypes by its default rules, whatever the user set."""
     import jax
 
     def run(*arrays: Any) -> Any:
         rank, dtype = jax.config.jax_numpy_rank_promotion, jax.config.jax_numpy_dtype_promotion  # pyright: ignore[reportAttributeAccessIssue]
         if (rank, dtype) == ("allow", "standard"):
             return call(*arrays)
-        with usual_promotion():
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return call(*arrays)
 
     return run

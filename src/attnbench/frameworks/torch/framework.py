@@ -20,18 +20,10 @@ from attnbench.errors import UnknownName, UsageError
 from attnbench.frameworks.base import Clock, Framework, Inputs, Peak, Program, Programs, Setting, WallClock, Watched
 from attnbench.frameworks.host_memory import allocated
 from attnbench.frameworks.numpy import cpu_facts, versions
+from attnbench.frameworks.torch import programs
 from attnbench.frameworks.torch.clocks import CLOCKS
 from attnbench.frameworks.torch.internals import functions, refuse_modes, settings
 from attnbench.frameworks.torch.plain import TorchNamespace
-from attnbench.frameworks.torch.programs import (
-    accelerator_peak,
-    cpu_peak,
-    kernel_names,
-    make_programs,
-    owned,
-    synchronize,
-    write_trace,
-)
 from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass
 
@@ -95,20 +87,20 @@ class TorchFramework(Framework):
         return array.to(self.dtype(dtype))
 
     def owns(self, value: Any) -> bool:
-        return owned(value)
+        return programs.owned(value)
 
     def transpose(self, array: Array, source: Layout, target: Layout) -> Array:
         return array if source == target else array.transpose(1, 2).contiguous()
 
     def programs(self, call: Call, pass_: Pass, example: Inputs) -> Programs:
         torch.set_float32_matmul_precision("highest")  # without TF32; for measuring only, never in production
-        return make_programs(call, pass_, example)
+        return programs.make_programs(call, pass_, example)
 
     def wait(self, tree: Any) -> None:
         while isinstance(tree, (tuple, list)) and tree:
             tree = tree[0]
         if isinstance(tree, torch.Tensor):
-            synchronize(tree.device.type)
+            programs.synchronize(tree.device.type)
         elif torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
@@ -155,8 +147,8 @@ class TorchFramework(Framework):
 
     def peak(self, program: Program, inputs: Inputs, device: str, temp_bytes: int | None) -> Peak:
         if device == "cpu":
-            return cpu_peak(program, inputs)
-        return accelerator_peak(program, inputs, _torch_device(device))
+            return programs.cpu_peak(program, inputs)
+        return programs.accelerator_peak(program, inputs, _torch_device(device))
 
     def held(self, device: str) -> int | None:
         if device == "cpu":
@@ -165,10 +157,10 @@ class TorchFramework(Framework):
         return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else None
 
     def kernels(self, program: Program, inputs: Inputs, device: str) -> tuple[list[str] | None, str | None]:
-        return kernel_names(program, inputs, _torch_device(device))
+        return programs.kernel_names(program, inputs, _torch_device(device))
 
     def trace(self, program: Program, inputs: Inputs, path: Path, device: str) -> Path:
-        return write_trace(program, inputs, path, _torch_device(device))
+        return programs.write_trace(program, inputs, path, _torch_device(device))
 
     def matmul(self, size: int, dtype: str, device: str) -> Program:
         torch.set_float32_matmul_precision("highest")

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from attnbench.frameworks.jax.plain import plain_call, plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import FINITE_MASK, MaskArguments, mask_arguments
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 
-class JaxEinsum(Implementation):
+class JaxEinsum(WithLse):
     """Grouped einsum as in openpi's Gemma: any mask and dtype on any device; stores all scores."""
 
     name = "jax.einsum"
@@ -41,11 +41,8 @@ class JaxEinsum(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return None
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return plain_call(workload)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return plain_call(workload, with_lse=True)
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        return plain_call(workload, with_lse)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         from attnbench.impls.partial.jax_passes import plain_passes

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnbench.frameworks.jax.plain import rows_that_see
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import causal_alignment, one_documents_part, own_documents
 from attnbench.masks import Causal, Documents, Full, Window
 from attnbench.masks.base import query_offset
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Workload
 
 SMALLEST_BLOCK = 16
 BACKWARD_BLOCK = 32
@@ -57,7 +57,7 @@ def _whole_blocks(workload: Workload, q_block: int, kv_block: int) -> str | None
     return None
 
 
-class PallasTriton(Implementation):
+class PallasTriton(WithLse):
     """JAX's own (deprecated) Triton kernel in Pallas: full, causal and documents on CUDA; elsewhere in an
     interpreter."""
 
@@ -98,13 +98,7 @@ class PallasTriton(Implementation):
         largest = 64 if workload.dtype == "float32" else 128
         return [{"block": size} for size in (largest, largest // 2)]
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=True)
-
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         block = int({**self.configs(workload)[0], **config}["block"])
         documents = own_documents(workload)
         causal = "causal" in workload.visible_mask.kinds
@@ -136,7 +130,7 @@ class PallasTriton(Implementation):
 TRITON = PallasTriton()
 
 
-class Splash(Implementation):
+class Splash(WithLse):
     """JAX's splash-attention kernel for TPUs: full, causal, window and documents, with soft cap; elsewhere in an
     interpreter."""
 
@@ -167,13 +161,7 @@ class Splash(Implementation):
             "is undefined on rows that see no key" if blind_rows else None,
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, with_lse=True)
-
-    def _call(self, workload: Workload, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         documents = own_documents(workload)
         q_block, block = power_of_two_divisor(workload.q_len, SPLASH_BLOCK), SPLASH_BLOCK
 

@@ -118,13 +118,8 @@ def _back_to(pins: list[Pinned]) -> None:
 def switched_off() -> tuple[str, ...]:
     """Return the flags that are off outside of our own pins, by the user's decision."""
     with _TURN.lock:
-        undo = _TURN.undo
-        return tuple([name for name, get in _readers() if not (undo[name][1] if name in undo else get())])
-
-
-@cache
-def _readers() -> list[tuple[str, Callable[[], bool]]]:
-    return [(name, get) for name, get, _ in _switches()[:-1]]
+        undo, public = _TURN.undo, _switches()[:-1]
+        return tuple([name for name, get, _ in public if not (undo[name][1] if name in undo else get())])
 
 
 @cache

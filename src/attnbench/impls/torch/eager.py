@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from attnbench.frameworks.torch.plain import attend, mask_tensors, once_per_device, plain_call
+from attnbench.impls import WithLse
 from attnbench.impls.partial.torch_passes import plain_partial
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
 
-class Eager(Implementation):
+class Eager(WithLse):
     """Plain PyTorch, operator by operator: any mask and soft cap; stores all scores."""
 
     name = "torch.eager"
@@ -28,11 +29,8 @@ class Eager(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return _needs_float64(workload, environment)
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return plain_call(workload)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return plain_call(workload, with_lse=True)
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        return plain_call(workload, with_lse)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return None if has_large_bias(workload.visible_mask) else plain_partial(workload)

@@ -21,19 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from attnbench.errors import Unsupported
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import find_module, first_reason
-from attnbench.impls.partial.torch_passes import dense_rows, with_dense_rows
-from attnbench.impls.torch._masks import (
-    bounds,
-    is_causal,
-    is_windowed,
-    may_have_dead_rows,
-    natural_lse,
-    needs_bottom_right,
-    needs_bounds,
-)
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+from attnbench.impls.partial.torch_passes import dense_rows, for_backward, with_dense_rows
+from attnbench.impls.torch import _masks
+from attnbench.spec import Array, Call, Config, Environment, Partial, Passes, Workload
 
 
 def fa3_module() -> str | None:
@@ -91,7 +83,7 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-class Flash(Implementation):
+class Flash(WithLse):
     """Base of the three generations: the mask as two bounds, the call, and the LSE beside it."""
 
     framework = "torch"
@@ -108,21 +100,21 @@ class Flash(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             conditions.needs_dtype(workload, "float16", "bfloat16"),
-            needs_bounds(workload),
-            needs_bottom_right(workload),
+            _masks.needs_bounds(workload),
+            _masks.needs_bottom_right(workload),
             conditions.needs_positive_scale(workload),
         )
 
     def window(self, workload: Workload) -> tuple[int | None, int | None]:
         """Return the library's `window_size`; a causal mask has a flag of its own and leaves both sides open."""
-        sides = bounds(workload) if is_windowed(workload) else (None, None)
+        sides = _masks.bounds(workload) if _masks.is_windowed(workload) else (None, None)
         left, right = (self.unbounded if side is None else side for side in sides)
         return left, right
 
     def options(self, workload: Workload, config: Config) -> dict[str, Any]:
         """Return keywords of the public function: some only if needed, since older versions lack them."""
-        options: dict[str, Any] = {"softmax_scale": workload.softmax_scale, "causal": is_causal(workload)}
-        if is_windowed(workload):
+        options: dict[str, Any] = {"softmax_scale": workload.softmax_scale, "causal": _masks.is_causal(workload)}
+        if _masks.is_windowed(workload):
             options["window_size"] = self.window(workload)
         if workload.softcap is not None:
             options["softcap"] = workload.softcap
@@ -133,33 +125,27 @@ class Flash(Implementation):
         left, right = self.window(workload)
         return {
             "softmax_scale": workload.softmax_scale,
-            "causal": is_causal(workload),
+            "causal": _masks.is_causal(workload),
             "softcap": workload.softcap or 0.0,
             "window_size_left": left,
             "window_size_right": right,
         }
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        function, options = self.function(), self.options(workload, config)
-
-        def call(q: Array, k: Array, v: Array) -> Array:
-            result = function(q, k, v, **options)  # the output alone, or first in a tuple
-            return result[0] if isinstance(result, tuple | list) else result
-
-        return call
-
-    def build_lse(self, workload: Workload, config: Config) -> Call | None:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         function, options, natural = self.function(), self.options(workload, config), self.natural(workload)
-        if self.lse_flag in parameters(function):
+        if with_lse and self.lse_flag in parameters(function):
             options[self.lse_flag] = True
 
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            result = function(q, k, v, **options)
-            if not isinstance(result, tuple | list) or result[1] is None:
+        def run(q: Array, k: Array, v: Array) -> Any:
+            result = function(q, k, v, **options)  # the output alone, or first in a tuple
+            in_tuple = isinstance(result, tuple | list)
+            if not with_lse:
+                return result[0] if in_tuple else result
+            if not in_tuple or result[1] is None:
                 raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
             return result[0], natural(result[1])
 
-        return call
+        return run
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return both passes, or the forward pass alone for forward-only builds."""
@@ -168,15 +154,13 @@ class Flash(Implementation):
 
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
         """Return a function that corrects the library's LSE; it costs nothing if every row sees a key."""
-        return natural_lse if may_have_dead_rows(workload) else lambda lse: lse
+        return _masks.natural_lse if _masks.may_have_dead_rows(workload) else lambda lse: lse
 
     def _forward(self, workload: Workload, config: Config) -> Call:
         """Return build_lse without autograd, the forward pass of `partial`."""
         import torch
 
-        call = self.build_lse(workload, config)
-        assert call is not None
-        return torch.no_grad()(call)
+        return torch.no_grad()(self.call(workload, config, with_lse=True))
 
 
 class FlashAttention2(Flash):
@@ -219,7 +203,7 @@ class FlashAttention2(Flash):
 
             grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             # Its own forward hands +inf to the backward for rows that see no key: exp(s - inf) = 0.
-            lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+            lse = for_backward(lse)
             fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": False}
             private(dout, q, k, v, out, lse, *grads, **options, **fixed)
             return grads
@@ -250,7 +234,7 @@ class FlashAttention3(Flash):
         return first_reason(
             super().supports(workload, environment),
             f"{without} float16 kernels" if "FP16" in off and workload.dtype == "float16" else None,
-            f"{without} window" if "LOCAL" in off and is_windowed(workload) else None,
+            f"{without} window" if "LOCAL" in off and _masks.is_windowed(workload) else None,
             f"{without} softcap" if "SOFTCAP" in off and workload.softcap is not None else None,
             f"{without} backward pass" if "BACKWARD" in off and workload.needs_gradients else None,
             _fa3_dims(workload, off),

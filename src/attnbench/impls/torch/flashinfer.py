@@ -13,17 +13,17 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.torch._masks import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Workload
 
 WORKSPACE_BYTES = 128 << 20
 """Size that the library's documentation recommends for split-k results."""
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
 
-class Flashinfer(Implementation):
+class Flashinfer(WithLse):
     """FlashInfer's batch prefill over ragged keys and values, with all batch rows of one length; forward only, 16
     bits."""
 
@@ -52,25 +52,17 @@ class Flashinfer(Implementation):
             None if dims in HEAD_DIMS else f"takes head_dim 64, 128, 256 or 192/128, not {dims[0]}/{dims[1]}",
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        wrapper_for = _planner(workload)
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        wrapper_for, rows = _planner(workload), (workload.batch, workload.q_len)
 
-        def call(q: Array, k: Array, v: Array) -> Array:
-            out = wrapper_for(q.device).run(*(array.flatten(0, 1) for array in (q, k, v)))
-            return out.unflatten(0, (workload.batch, workload.q_len))
-
-        return call
-
-    def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        wrapper_for = _planner(workload)
-        rows = workload.batch, workload.q_len
-
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-            packed = (array.flatten(0, 1) for array in (q, k, v))
-            out, lse = wrapper_for(q.device).run(*packed, return_lse=True)
+        def run(q: Array, k: Array, v: Array) -> Any:
+            result = wrapper_for(q.device).run(*(array.flatten(0, 1) for array in (q, k, v)), return_lse=with_lse)
+            if not with_lse:
+                return result.unflatten(0, rows)
+            out, lse = result
             return out.unflatten(0, rows), (lse * math.log(2)).unflatten(0, rows).transpose(1, 2).float()
 
-        return call
+        return run
 
 
 def _planner(workload: Workload) -> Callable[[Any], Any]:

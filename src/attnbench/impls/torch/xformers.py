@@ -11,23 +11,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from attnbench.impls import conditions
+from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import find_module, first_reason
 from attnbench.impls.partial.torch_passes import with_dense_rows
-from attnbench.impls.torch._masks import (
-    bounds,
-    is_causal,
-    is_top_left,
-    is_windowed,
-    natural_lse,
-    needs_bottom_right,
-    needs_bounds,
-    needs_visible_rows,
-)
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.impls.torch import _masks
+from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
 
-class Xformers(Implementation):
+class Xformers(WithLse):
     """xFormers' memory_efficient_attention: its own choice among flash-attention and CUTLASS kernels."""
 
     name = "torch.xformers"
@@ -47,14 +38,14 @@ class Xformers(Implementation):
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        windowed = is_windowed(workload)
+        windowed = _masks.is_windowed(workload)
         half = workload.dtype in ("float16", "bfloat16")
         return first_reason(
             # Only the flash kernels know windows, and they are 16-bit and take one head size.
             conditions.needs_dtype(workload, "float16", "bfloat16", *(() if windowed else ("float32",))),
-            needs_bounds(workload),
-            needs_bottom_right(workload) if windowed else None,
-            needs_visible_rows(workload),
+            _masks.needs_bounds(workload),
+            _masks.needs_bottom_right(workload) if windowed else None,
+            _masks.needs_visible_rows(workload),
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
             conditions.needs_equal_dims(workload) if windowed else None,
@@ -62,16 +53,24 @@ class Xformers(Implementation):
             "has no backward pass for grouped heads" if workload.needs_gradients and workload.group > 1 else None,
         )
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, "memory_efficient_attention", lambda result, shape: result.reshape(shape))
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+        ops: Any = import_module("xformers.ops")
+        function = ops.memory_efficient_attention_forward_requires_grad if with_lse else ops.memory_efficient_attention
+        bias, scale = _bias(workload), workload.softmax_scale
+        shape = workload.batch, workload.q_len, workload.heads, workload.value_dim
 
-    def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        def unpack(result: tuple[Array, Array], shape: tuple[int, ...]) -> tuple[Array, Array]:
+        def run(q: Array, k: Array, v: Array) -> Any:
+            if workload.group > 1:  # [b, s, kv_heads, group, d], with K and V expanded, not copied
+                k, v = (array.unsqueeze(3).expand(-1, -1, -1, workload.group, -1) for array in (k, v))
+                q = q.unflatten(2, (workload.kv_heads, workload.group))
+            result = function(q, k, v, attn_bias=bias, scale=scale)
+            if not with_lse:
+                return result.reshape(shape)
             out, lse = result
             lse = lse.reshape(workload.batch, workload.heads, -1)[..., : workload.q_len]
-            return out.reshape(shape), natural_lse(lse).float()
+            return out.reshape(shape), _masks.natural_lse(lse).float()
 
-        return self._call(workload, "memory_efficient_attention_forward_requires_grad", unpack)
+        return run
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """Return the library's two functions without autograd; its backward pads the LSE and takes no grouped heads."""
@@ -80,37 +79,24 @@ class Xformers(Implementation):
         import torch
 
         private = import_module("xformers.ops").memory_efficient_attention_backward
-        forward, bias, scale = self.build_lse(workload, config), _bias(workload), workload.softmax_scale
-        assert forward is not None
+        forward = self.call(workload, config, with_lse=True)
+        bias, scale = _bias(workload), workload.softmax_scale
 
         def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
             return private(dout, out, lse, q, k, v, bias, 0.0, scale)
 
         return with_dense_rows((torch.no_grad()(forward), torch.no_grad()(backward)))
 
-    def _call(self, workload: Workload, function_name: str, unpack: Any) -> Call:
-        function = getattr(import_module("xformers.ops"), function_name)
-        bias, scale = _bias(workload), workload.softmax_scale
-        shape = workload.batch, workload.q_len, workload.heads, workload.value_dim
-        heads = workload.kv_heads, workload.group
-
-        def call(q: Array, k: Array, v: Array) -> Any:
-            if workload.group > 1:  # [b, s, kv_heads, group, d], with K and V expanded, not copied
-                k, v = (array.unsqueeze(3).expand(-1, -1, -1, workload.group, -1) for array in (k, v))
-                q = q.unflatten(2, heads)
-            return unpack(function(q, k, v, attn_bias=bias, scale=scale), shape)
-
-        return call
-
 
 def _bias(workload: Workload) -> Any:
     """Return the bias class with the mask's alignment; None for a full mask."""
-    left, right = bounds(workload)
+    left, right = _masks.bounds(workload)
     if (left, right) == (None, None):
         return None
     classes = import_module("xformers.ops.fmha.attn_bias")
-    if is_causal(workload):
-        return classes.LowerTriangularMask() if is_top_left(workload) else classes.LowerTriangularFromBottomRightMask()
+    if _masks.is_causal(workload):
+        top_left = _masks.is_top_left(workload)
+        return classes.LowerTriangularMask() if top_left else classes.LowerTriangularFromBottomRightMask()
     far = workload.q_len + workload.kv_len
     left, right = (far if side is None else side for side in (left, right))
     return classes.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)

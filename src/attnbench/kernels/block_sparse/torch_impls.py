@@ -24,27 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnbench.errors import Unsupported
 from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.impls import AlwaysLse, conditions
 from attnbench.impls._arguments import workload_of
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_capability,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_forward,
-    needs_head_dim,
-    needs_no_softcap,
-    needs_package,
-)
 from attnbench.impls.torch._compile import CompiledCall
-from attnbench.kernels import WithLse
-from attnbench.kernels.block_sparse.tiles import (
-    beyond_the_kernels,
-    candidates,
-    interpreted,
-    mend_interpreter,
-    read_config,
-)
+from attnbench.kernels.block_sparse import tiles
 from attnbench.masks.cuts import block_layout, split_blocks
 from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
@@ -74,23 +57,17 @@ def attend(
         plan = cpu.plan(tables, k.shape[1], q.shape[3])
         pair = cpu.pair(lambda _: plan, scale)
     elif kind == "cuda":
-        pair = _triton_pair(q, k, v, tables, scale)
+        from attnbench.kernels.block_sparse import triton_call
+
+        workload = workload_of(q, k, v, scale=scale, layout="bhsd")
+        if (reason := tiles.beyond_the_kernels(workload, tables.block_size)) is not None:
+            raise Unsupported(f"block-sparse attention on cuda {reason}.")
+        triton_plan = triton_call.plan(tables, q.shape[1] // k.shape[1])
+        pair = triton_call.pair(lambda _: triton_plan, scale, *tiles.read_config(workload, {}))
     else:
         raise Unsupported(f"block-sparse attention runs on cpu and cuda, not on {kind}.")
     out, lse = differentiable(pair, "bhsd")(q, k, v)
     return out, lse.float()
-
-
-def _triton_pair(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Partial:
-    from attnbench.kernels.block_sparse import triton_call
-
-    workload = workload_of(q, k, v, scale=scale, layout="bhsd")
-    reason = beyond_the_kernels(workload, tables.block_size)
-    if reason is not None:
-        raise Unsupported(f"block-sparse attention on cuda {reason}.")
-    tiles, atomic = read_config(workload, {})
-    plan = triton_call.plan(tables, q.shape[1] // k.shape[1])
-    return triton_call.pair(lambda _: plan, scale, tiles, atomic)
 
 
 def needs_blocks(workload: Workload) -> str | None:
@@ -114,7 +91,7 @@ def block_tables(workload: Workload, device: Any) -> BlockTables:
     return tables_of(layout, workload.mask_shape, device)
 
 
-class BlockSparse(WithLse):
+class BlockSparse(AlwaysLse):
     """Block-sparse masks on a CPU: kept blocks are gathered, and rows with equal counts computed together."""
 
     name = "torch.block-sparse"
@@ -124,14 +101,14 @@ class BlockSparse(WithLse):
     expects = (r"_scaled_dot_product_flash_attention_for_cpu",)
 
     def available(self, environment: Environment) -> str | None:
-        return needs_device(environment, "cpu")
+        return conditions.needs_device(environment, "cpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(
+        return conditions.first_reason(
             self.available(environment),
             needs_blocks(workload),
-            needs_equal_dims(workload),
-            needs_no_softcap(workload),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_no_softcap(workload),
         )
 
     def both(self, workload: Workload, config: Config) -> Call:
@@ -157,39 +134,39 @@ class BlockSparseTriton(BlockSparse):
     """Block-sparse masks by our Triton kernels over rows and columns of kept blocks."""
 
     name = "torch.block-sparse-triton"
-    tunables = candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
+    tunables = tiles.candidates(Workload(batch=1, q_len=128, heads=1, head_dim=128, dtype="bfloat16", pass_="train"))[0]
 
     @property
     def verify_only(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter" if interpreted() else ""
+        return "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter" if tiles.interpreted() else ""
 
     @property
     def expects(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if interpreted() else (r"block_sparse_(forward|key_gradients)",)
+        return () if tiles.interpreted() else (r"block_sparse_(forward|key_gradients)",)
 
     def available(self, environment: Environment) -> str | None:
-        missing = needs_package("triton", "pip install triton")
-        if interpreted():
+        missing = conditions.needs_package("triton", "pip install triton")
+        if tiles.interpreted():
             return missing
-        device = needs_device(environment, "cuda")
-        return first_reason(
+        device = conditions.needs_device(environment, "cuda")
+        return conditions.first_reason(
             f"{device}; TRITON_INTERPRET=1 verifies it in Triton's interpreter" if device else None,
             missing,
-            needs_capability(environment, (9, 0)),  # tiles fill the shared memory of a Hopper SM
+            conditions.needs_capability(environment, (9, 0)),  # tiles fill the shared memory of a Hopper SM
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         split = split_blocks(workload.visible_mask)
-        unknown = interpreted() and workload.dtype == "bfloat16"
-        return first_reason(
+        unknown = tiles.interpreted() and workload.dtype == "bfloat16"
+        return conditions.first_reason(
             self.available(environment),
             needs_blocks(workload),
-            beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
+            tiles.beyond_the_kernels(workload, split[0].block_size) if split is not None else None,
             "Triton's interpreter cannot multiply bfloat16" if unknown else None,
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:
-        return candidates(workload)
+        return tiles.candidates(workload)
 
     def build(self, workload: Workload, config: Config) -> Call:
         return CompiledCall(super().build(workload, config))
@@ -197,14 +174,14 @@ class BlockSparseTriton(BlockSparse):
     def _pair(self, workload: Workload, config: Config) -> Partial:
         from attnbench.kernels.block_sparse import triton_call
 
-        if interpreted():
-            mend_interpreter()
-        tiles, atomic = read_config(workload, config)
+        if tiles.interpreted():
+            tiles.mend_interpreter()
+        shapes, atomic = tiles.read_config(workload, config)
         plans = once_per_device(lambda device: triton_call.plan(block_tables(workload, device), workload.group))
-        return triton_call.pair(plans, workload.softmax_scale, tiles, atomic)
+        return triton_call.pair(plans, workload.softmax_scale, shapes, atomic)
 
 
-class Selected(WithLse):
+class Selected(AlwaysLse):
     """`torch.block-sparse-dynamic` and `torch.block-sparse-learned`: choose blocks, then attend to them."""
 
     framework = "torch"
@@ -225,26 +202,26 @@ class Selected(WithLse):
         )
 
     def available(self, environment: Environment) -> str | None:
-        on_gpu = environment.device == "cuda" and not interpreted()
-        return first_reason(
-            needs_device(environment, "cpu", "cuda"),
-            needs_package("triton", "pip install triton") if on_gpu else None,
+        on_gpu = environment.device == "cuda" and not tiles.interpreted()
+        return conditions.first_reason(
+            conditions.needs_device(environment, "cpu", "cuda"),
+            conditions.needs_package("triton", "pip install triton") if on_gpu else None,
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         mask, long = workload.visible_mask, self.learned and max(workload.q_len, workload.kv_len) > LONGEST_TRAINED
         unfit = mask.weighted or mask.interval(workload.mask_shape) is None
         kinds = ("float32", "bfloat16", "float16", *(("float64",) if environment.device == "cpu" else ()))
-        return first_reason(
+        return conditions.first_reason(
             self.available(environment),
             None if workload.inputs == "structured" else "declares its error for structured inputs only",
-            needs_forward(workload),
+            conditions.needs_forward(workload),
             f"takes masks that leave each row one run of keys, not {mask.id}" if unfit else None,
             f"trains its gate when it is built, for at most {LONGEST_TRAINED} tokens" if long else None,
-            needs_dtype(workload, *kinds),
-            needs_equal_dims(workload),
-            needs_head_dim(workload, 256, 8),
-            needs_no_softcap(workload),
+            conditions.needs_dtype(workload, *kinds),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_head_dim(workload, 256, 8),
+            conditions.needs_no_softcap(workload),
         )
 
     def configs(self, workload: Workload) -> Sequence[Config]:

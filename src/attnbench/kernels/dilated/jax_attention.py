@@ -15,11 +15,12 @@ import numpy as np
 from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.impls import AlwaysLse
 from attnbench.impls._arguments import check_causal, check_mix_grad, kind_of, workload_of
 from attnbench.impls.conditions import first_reason, needs_no_softcap
 from attnbench.kernels.dilated.pieces import needs_dilated, problem_of
 from attnbench.masks import Dilated
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
+from attnbench.spec import Array, Call, Config, Environment, Workload
 
 BLOCK_PAIRS = 1 << 27
 """Most logits that are computed at once."""
@@ -195,7 +196,7 @@ def _dense(q: Array, k: Array, v: Array, real: Array, *, causal: bool, scale: fl
     return jnp.where(sees_a_key[:, None], out, 0.0), jnp.where(sees_a_key, lse, -jnp.inf)
 
 
-class DilatedJax(Implementation):
+class DilatedJax(AlwaysLse):
     """Dilated attention (LongNet) in JAX, each branch by dense attention on its own tokens."""
 
     name = "jax.dilated"
@@ -206,21 +207,14 @@ class DilatedJax(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(needs_dilated(workload), needs_no_softcap(workload))
 
-    def build(self, workload: Workload, config: Config) -> Call:
-        call = self.build_lse(workload, config)
-        return lambda q, k, v: call(q, k, v)[0]
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        problem, scale = problem_of(workload), workload.softmax_scale
+    def both(self, workload: Workload, config: Config) -> Call:
+        problem = problem_of(workload)
         pattern = problem.pattern
-
-        def call(q: Array, k: Array, v: Array) -> Any:
-            return dilated_attention(
-                q, k, v, pattern.segment_lengths, pattern.dilation_rates, causal=problem.causal, offset=pattern.offset,
-                scale=scale, kv_lengths=problem.lengths, return_lse=True,
-            )  # fmt: skip
-
-        return call
+        return partial(
+            dilated_attention, segment_lengths=pattern.segment_lengths, dilation_rates=pattern.dilation_rates,
+            causal=problem.causal, offset=pattern.offset, scale=workload.softmax_scale, kv_lengths=problem.lengths,
+            return_lse=True,
+        )  # fmt: skip
 
 
 DILATED = DilatedJax()

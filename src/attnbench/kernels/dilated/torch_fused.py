@@ -124,7 +124,8 @@ class Tables:
             )  # fmt: skip
             read = table
         tables = [table] if len(self._spans) == 1 else [table.narrow(0, begin, size) for begin, size in self._spans]
-        return tables, source.align if _aligned(self._rows(arrays)) and _aligned(wholes) else 1
+        aligned = all(x.data_ptr() % 16 == 0 for x in (*self._rows(arrays), *wholes))
+        return tables, source.align if aligned else 1
 
     def _rows(self, arrays: list[Tensor]) -> list[Tensor]:
         return arrays[: self._pieces] if self._has_lse else arrays
@@ -148,10 +149,6 @@ class Tables:
             align = 1
         copied = tuple(n for n, (x, y) in enumerate(zip(rows, arrays)) if x is not y)
         return _Source(torch.from_numpy(values).to(wholes[0].device), align, copied)
-
-
-def _aligned(arrays: Sequence[Tensor]) -> bool:
-    return all(x.data_ptr() % 16 == 0 for x in arrays)
 
 
 def _entries(strands: Strands, rows: list[Any], numbers: list[Any] | None, first: int) -> np.ndarray:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnbench.errors import UsageError
+from attnbench.impls import AlwaysLse
 from attnbench.impls.conditions import first_reason, needs_no_softcap
-from attnbench.kernels import WithLse
 from attnbench.kernels.dilated.pieces import Task, needs_dilated, problem_of, readable
 from attnbench.spec import Array, Call, Config, Environment, Partial, Workload
 
 
-class DilatedTorch(WithLse):
+class DilatedTorch(AlwaysLse):
     """Dilated attention (LongNet) in PyTorch through dense kernels, by gathered copies or by strided views."""
 
     framework = "torch"

@@ -60,13 +60,6 @@ class GroupTransport:
 
     def keys(self, pair: Pair, coming: int, length: int) -> Arrival:
         """Send K and V on; return the arrival of those of rank `coming`, which has `length` tokens."""
-        return self._pass_on(pair, length)
-
-    def gradients(self, pair: Pair, owner: int, length: int) -> Arrival:
-        """Send the sums of dK and dV of rank `owner` on; return the arrival of the sums for `length` other tokens."""
-        return self._pass_on(pair, length)
-
-    def _pass_on(self, pair: Pair, length: int) -> Arrival:
         sent = [array.contiguous() for array in pair]
         first, second = (array.new_empty(array.shape[0], length, *array.shape[2:]) for array in pair)
         # A rank without tokens sends nothing, and its neighbour knows it.
@@ -81,6 +74,9 @@ class GroupTransport:
             return first, second
 
         return arrive
+
+    gradients = keys
+    """Method that sends the sums of dK and dV on and returns the arrival of those for `length` other tokens."""
 
 
 def transport_of(problem: RingProblem, group: Any) -> Any:

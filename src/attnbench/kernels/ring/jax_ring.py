@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import OUTPUTS, Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
 from attnbench.frameworks.jax.framework import Compiler, JaxFramework, import_jax, precision_of
+from attnbench.impls import WithLse
 from attnbench.impls.conditions import first_reason, needs_dtype
 from attnbench.impls.partial.jax_passes import Rule
-from attnbench.kernels.ring.schedule import (
-    BY_NAME_ONLY,
-    balance,
-    check_layout,
-    needs_dense_mask,
-    pairs,
-    problem_of,
-    shard_bytes,
-)
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Pass, Ranks, Workload
+from attnbench.kernels.ring import schedule
+from attnbench.spec import Array, Call, Config, Environment, Pass, Ranks, Workload
 
 if TYPE_CHECKING:
     from attnbench.kernels.ring.jax_engine import Sharded
@@ -120,7 +113,7 @@ class MeshApparatus(JaxFramework):
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
         call = self._calls[id(program)]
         sharded = call.on(inputs.q)
-        peak, work = self.peak(program, inputs, device, self._temp[id(program)]), pairs(sharded.problem)
+        peak, work = self.peak(program, inputs, device, self._temp[id(program)]), schedule.pairs(sharded.problem)
         return Ranks(
             world=sharded.problem.world,
             how="devices of one process",
@@ -128,9 +121,9 @@ class MeshApparatus(JaxFramework):
             devices=1 if device == "cpu" else sharded.problem.world,
             tokens=sharded.problem.q_sizes(),
             pairs=work,
-            shard_bytes=shard_bytes(call.workload, sharded.problem),
+            shard_bytes=schedule.shard_bytes(call.workload, sharded.problem),
             peak_bytes=None if peak.bytes is None else (peak.bytes,) * sharded.problem.world,
-            balance=balance(work),
+            balance=schedule.balance(work),
             reason=ONE_PROGRAM,
         )
 
@@ -155,14 +148,14 @@ def _homeward(call: MeshCall, like: Array, pass_: Pass) -> list[Callable[[Array]
     return [keys if name in ("dk", "dv") else queries for name in OUTPUTS[pass_]]
 
 
-class OverMesh(Implementation):
+class OverMesh(WithLse):
     """Sequence split over devices of a JAX mesh, `jax.ring[world=4,layout=striped]`; world 0 means every device."""
 
     framework = "jax"
     materialises_scores = False
     tunables = {"world": 0, "layout": "zigzag"}
     untested = ("cuda", "rocm", "tpu")
-    by_name_only = BY_NAME_ONLY
+    by_name_only = schedule.BY_NAME_ONLY
 
     def __init__(self, name: str, travels: bool) -> None:
         self.name, self._travels = name, travels
@@ -181,20 +174,14 @@ class OverMesh(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
             self.available(environment),
-            needs_dense_mask(workload),
+            schedule.needs_dense_mask(workload),
             needs_dtype(workload, "float64", "float32", "bfloat16"),
         )
-
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=True)
 
     def apparatus(self, framework: Any, config: Config) -> Any:
         return MeshApparatus()
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         asked, layout = self._settings(config)
         rule = Rule(workload.softmax_scale, workload.softcap)
 
@@ -212,7 +199,7 @@ class OverMesh(Implementation):
                     f"world {world} is more than the {len(devices)} devices of this process; world=0 takes all."
                 )
             movement = (Travel if self._travels else Gather)(world)
-            return Sharded(problem_of(workload, world, layout), rule, mesh_of(devices[:world]), movement)
+            return Sharded(schedule.problem_of(workload, world, layout), rule, mesh_of(devices[:world]), movement)
 
         return MeshCall(workload, make, with_lse)
 
@@ -220,7 +207,7 @@ class OverMesh(Implementation):
         """Read world and layout; raise UsageError for impossible values."""
         settings = {**self.tunables, **config}
         layout, world = str(settings["layout"]), settings["world"]
-        check_layout(layout)
+        schedule.check_layout(layout)
         if not isinstance(world, int) or world < 0:
             raise UsageError(f"world must be a whole number (0 means every device), not {world!r}.")
         return world, layout

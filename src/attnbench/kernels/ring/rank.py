@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnbench import frameworks
 from attnbench.errors import AttnBenchError
-from attnbench.frameworks.base import Inputs, Peak, Program
-from attnbench.frameworks.torch.programs import accelerator_peak, cpu_peak, kernel_names, synchronize
+from attnbench.frameworks.base import Inputs, Program
+from attnbench.frameworks.torch.framework import FRAMEWORK
+from attnbench.frameworks.torch.programs import synchronize
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring.engine import RingEngine, Spans, transport_of
 from attnbench.kernels.ring.work import Grads, TileKernels, pattern_of, work_of
@@ -151,11 +151,6 @@ def program_of(method: Method, pass_: Pass, spans: Spans | None = None) -> Progr
     return Program(run=lambda x: back(ahead(x, spans)))
 
 
-def peak_of(program: Program, inputs: Inputs, device: torch.device) -> Peak:
-    """Measure the extra memory at the peak of a rank's part."""
-    return cpu_peak(program, inputs) if device.type == "cpu" else accelerator_peak(program, inputs, str(device))
-
-
 class Rank:
     """One member of the ring."""
 
@@ -204,8 +199,8 @@ class Rank:
         """Measure a pass; every rank takes the same steps, so that none waits for a message that nobody sends."""
         method, inputs, kind = self._methods[question.number], Inputs(*given), self.device.type
         program = program_of(method, question.pass_)
-        peak = peak_of(program, inputs, self.device)
-        kernels, reason = kernel_names(program, inputs, kind)
+        peak = FRAMEWORK.peak(program, inputs, kind, None)
+        kernels, reason = FRAMEWORK.kernels(program, inputs, kind)
         spent, rotations = [], []
         for _ in range(TIMED_PASSES):
             spans = Spans(kind)
@@ -262,7 +257,7 @@ def broke(error: Exception) -> m.Broke:
     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
     if isinstance(error, NotImplementedError | AttnBenchError):
         return m.Broke("unsupported", str(error), traceback.format_exc()[-4000:])
-    kind = "out_of_memory" if frameworks.get("torch").is_out_of_memory(error) else "failed"
+    kind = "out_of_memory" if FRAMEWORK.is_out_of_memory(error) else "failed"
     return m.Broke(kind, reason, traceback.format_exc()[-4000:])
 
 

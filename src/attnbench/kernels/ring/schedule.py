@@ -13,6 +13,7 @@ import numpy as np
 
 from attnbench import registry
 from attnbench.errors import UsageError
+from attnbench.impls._arguments import check_whole
 from attnbench.impls.conditions import needs_mask
 from attnbench.masks import Causal
 from attnbench.masks.base import query_offset
@@ -220,13 +221,12 @@ class RingSettings(NamedTuple):
             raise UsageError(f"a ring has no setting {', '.join(unknown)}; its settings are {', '.join(TUNABLES)}.")
         given = {**TUNABLES, **config}
         world, timeout_s = given["world"], given["timeout_s"]
-        if not isinstance(world, int) or world < 1:
-            raise UsageError(f"world must be a whole number of at least 1, not {world!r}.")
+        check_whole("world", world, 1)
         if isinstance(timeout_s, str) or not timeout_s > 0:
             raise UsageError(f"timeout_s must be positive, not {timeout_s!r}.")
         layout = str(given["layout"])
         check_layout(layout)
-        return cls(world, layout, str(given["inner"]), float(timeout_s))
+        return cls(int(world), layout, str(given["inner"]), float(timeout_s))
 
 
 def check_inner(inner: object) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor
 from attnbench import registry
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import Clock, Inputs, OwnClock, Peak, Program, Programs, Stopwatch
-from attnbench.frameworks.torch.framework import TorchFramework
+from attnbench.frameworks.torch.framework import FRAMEWORK, TorchFramework
 from attnbench.impls.partial.torch_autograd import once
 from attnbench.kernels.ring import messages as m
 from attnbench.kernels.ring import pool
 from attnbench.kernels.ring.engine import RingEngine, Spans, VirtualTransport
-from attnbench.kernels.ring.rank import TIMED_PASSES, OwnRing, peak_of, program_of
+from attnbench.kernels.ring.rank import TIMED_PASSES, OwnRing, program_of
 from attnbench.kernels.ring.schedule import RingProblem, RingSettings, balance, positions, problem_of, shard_bytes
 from attnbench.kernels.ring.work import Grads, Pair, TileKernels, pairs_of, pattern_of, work_of
 from attnbench.spec import Call, Pass, Ranks, Workload
@@ -231,7 +231,7 @@ class VirtualRing(ShardedCall):
         pairs: list[Pair] = [(k, v) for _, k, v in shards]
         own = Inputs(*shards[rank], self.take(inputs.dout, "q", rank))
         method = OwnRing(self.engine(rank, device), VirtualTransport(pairs))
-        peak = peak_of(program_of(method, pass_), own, device)
+        peak = FRAMEWORK.peak(program_of(method, pass_), own, device.type, None)
         times = []
         for _ in range(TIMED_PASSES):
             spans = Spans(device.type)

@@ -11,61 +11,40 @@ from __future__ import annotations
 from typing import Any, Self
 
 from attnbench.errors import Unsupported
-from attnbench.impls.conditions import (
-    first_reason,
-    needs_device,
-    needs_dtype,
-    needs_equal_dims,
-    needs_no_softcap,
-    needs_positive_scale,
-)
-from attnbench.kernels.ring.schedule import (
-    BY_NAME_ONLY,
-    TUNABLES,
-    RingSettings,
-    check_inner,
-    needs_dense_mask,
-    needs_ring_mask,
-    problem_of,
-)
-from attnbench.spec import Call, Config, Environment, Implementation, Workload
+from attnbench.impls import WithLse, conditions
+from attnbench.kernels.ring import schedule
+from attnbench.spec import Call, Config, Environment, Workload
 
 
-class TorchRing(Implementation):
+class TorchRing(WithLse):
     """Sequence split over ranks, keys sent around a ring: `torch.ring[world=4,layout=striped,inner=torch.eager]`."""
 
     name = "torch.ring"
     framework = "torch"
-    tunables = TUNABLES
-    by_name_only = BY_NAME_ONLY
+    tunables = schedule.TUNABLES
+    by_name_only = schedule.BY_NAME_ONLY
     can_be_virtual = True
     """Whether one process computes all ranks if there are fewer accelerators."""
 
     def configured(self, config: Config) -> Self:
-        check_inner(RingSettings.of(config).inner)
+        schedule.check_inner(schedule.RingSettings.of(config).inner)
         return self
 
     def available(self, environment: Environment) -> str | None:
-        return needs_device(environment, "cpu", "cuda")
+        return conditions.needs_device(environment, "cpu", "cuda")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
-        return first_reason(self.available(environment), needs_ring_mask(workload))
-
-    def build(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=False)
-
-    def build_lse(self, workload: Workload, config: Config) -> Call:
-        return self._call(workload, config, with_lse=True)
+        return conditions.first_reason(self.available(environment), schedule.needs_ring_mask(workload))
 
     def apparatus(self, framework: Any, config: Config) -> Any:
         from attnbench.kernels.ring.torch_calls import RingApparatus
 
-        return RingApparatus(RingSettings.of(config).world, self.can_be_virtual)
+        return RingApparatus(schedule.RingSettings.of(config).world, self.can_be_virtual)
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall, VirtualRing
 
-        settings = RingSettings.of(config)
+        settings = schedule.RingSettings.of(config)
         processes = RingCall(workload, settings, with_lse=with_lse)
         return OverRanks(processes, VirtualRing(workload, settings, with_lse))
 
@@ -74,33 +53,29 @@ class TorchTemplatedRing(TorchRing):
     """Sequence split over ranks by PyTorch's own ring template, `torch.ring-templated[world=4,layout=contiguous]`."""
 
     name = "torch.ring-templated"
-    tunables = {name: value for name, value in TUNABLES.items() if name != "inner"}
+    tunables = {name: value for name, value in schedule.TUNABLES.items() if name != "inner"}
     can_be_virtual = False
 
-    def configured(self, config: Config) -> Self:
-        RingSettings.of(config)
-        return self
-
     def available(self, environment: Environment) -> str | None:
-        return needs_device(environment, "cpu")
+        return conditions.needs_device(environment, "cpu")
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         lengths = "takes as many keys as queries" if workload.q_len != workload.kv_len else None
-        return first_reason(
+        return conditions.first_reason(
             self.available(environment),
-            needs_dense_mask(workload),
-            needs_dtype(workload, "float32", "bfloat16", "float16"),
-            needs_equal_dims(workload),
-            needs_no_softcap(workload),
-            needs_positive_scale(workload),
+            schedule.needs_dense_mask(workload),
+            conditions.needs_dtype(workload, "float32", "bfloat16", "float16"),
+            conditions.needs_equal_dims(workload),
+            conditions.needs_no_softcap(workload),
+            conditions.needs_positive_scale(workload),
             lengths,
         )
 
-    def _call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
+    def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         from attnbench.kernels.ring.torch_calls import OverRanks, RingCall
 
-        settings = RingSettings.of(config)
-        if not problem_of(workload, 1, "contiguous").causal and settings.layout == "zigzag":
+        settings = schedule.RingSettings.of(config)
+        if not schedule.problem_of(workload, 1, "contiguous").causal and settings.layout == "zigzag":
             settings = settings._replace(layout="contiguous")
         if settings.layout == "striped":
             raise Unsupported("PyTorch's ring has no striped layout: use contiguous, or zigzag with a causal mask")
