@@ -200,6 +200,7 @@ class DilatedJax(Implementation):
 
     name = "jax.dilated"
     framework = "jax"
+    over_devices = "partitioned"
     lse_gradient = True
     untested = ("cuda", "rocm", "tpu")
 
