@@ -29,8 +29,9 @@ class Shards(NamedTuple):
 def sharding_of(array: Array) -> Any:
     """Return the sharding of an array; that of a traced one names the axes of a mesh only if they are explicit."""
     import jax
+    from jax.core import Tracer
 
-    traced = isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct)
+    traced = isinstance(array, Tracer | jax.ShapeDtypeStruct)
     return jax.typeof(array).sharding if traced else array.sharding
 
 
