@@ -301,6 +301,9 @@ class Implementation(ABC):
     """Whether a call that was built for a full mask computes any number of keys; believed of ours alone."""
     lse_gradient: bool = False
     """Whether the LSE of `build_lse` is differentiable; if not, asking for its gradient is an error."""
+    over_devices: Literal["partitioned", "separate", "alone"] = "separate"
+    """How it runs on JAX arrays that are sharded over devices: partitioned by XLA, on each device's own shards of batch
+    and heads only, or not at all."""
     compiles_each_plan: bool = False
     """Whether every build compiles for seconds, which is too long for a plan that serves one call."""
     not_deterministic: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from attnbench import policy, registry
 from attnbench.dispatch.choice import Candidate, PickDecision, decide, order_of, why_not, why_not_auto
 from attnbench.dispatch.demand import META, Demand, Words, demand_of, device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, planned
+from attnbench.frameworks.jax.shards import sharding_of
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
 from attnbench.masks import AnyMask
@@ -95,7 +96,11 @@ def attention(
 
 def _place_and_pass(q: Array, k: Array, v: Array) -> tuple[Any, bool]:
     framework = framework_of(q, k, v)
-    return (device_of(q, framework), type(k), type(v)), pass_of(framework, q, k, v) == "train"
+    place = device_of(q, framework), type(k), type(v)
+    train = pass_of(framework, q, k, v) == "train"
+    if framework == "jax":
+        place = (*place, *map(sharding_of, (q, k, v)))
+    return place, train
 
 
 class Explanation(Struct, frozen=True):

@@ -272,6 +272,14 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
     workload = demand.workload
     if demand.form == "array" and name not in TAKE_ARRAYS[demand.framework]:
         return "does not take a mask as an argument of the call"
+    if demand.shards is not None and implementation.over_devices != "partitioned":
+        if implementation.over_devices == "alone":
+            return "runs on devices of its own choice, not on arrays that are sharded over devices"
+        if not demand.shards.separate:
+            return (
+                "cannot be partitioned by XLA, so each device would gather and compute everything: shard batch or "
+                "heads alone, for q, k and v alike, or call it inside jax.shard_map"
+            )
     reason = refusal(implementation, workload, demand.framework, demand.device)
     if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
         wide = replace(workload, dtype="float32")

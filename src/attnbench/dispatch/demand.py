@@ -8,6 +8,7 @@ from attnbench import frameworks
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks import environment_of
 from attnbench.frameworks.jax.plain import kind_of_device
+from attnbench.frameworks.jax.shards import Shards, shards_of
 from attnbench.impls._arguments import workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, Rules, current
 from attnbench.masks import AnyMask
@@ -52,6 +53,8 @@ class Demand(NamedTuple):
     """Kernels that the user allows torch; only automatic choices obey."""
     any_kv_len: bool = False
     """Whether the built call must compute any number of keys."""
+    shards: Shards | None = None
+    """How JAX arrays are sharded over devices; the workload is that of one device if each computes its own shards."""
 
     @property
     def environment(self) -> Environment:
@@ -65,12 +68,18 @@ def demand_of(
     """Return what a call with these arrays asks."""
     framework = framework or framework_of(q, k, v)
     mask, scale, softcap, _, layout, heads, return_lse = words
-    workload = workload_of(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, layout=layout, heads=heads,
-        pass_="train" if train else "forward",
-    )  # fmt: skip
+    how: Any = {"mask": mask, "scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
+    how["pass_"] = "train" if train else "forward"
+    workload = workload_of(q, k, v, **how)
     rules = current() if framework == "torch" else NO_RULES
-    return Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
+    demand = Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
+    shards = shards_of(q, k, v, layout, mask) if framework == "jax" else None
+    if shards is None:
+        return demand
+    if shards.separate:
+        local = (Outline(shape, array.dtype) for shape, array in zip(shards.shapes, (q, k, v)))
+        demand = demand._replace(workload=workload_of(*local, **how))
+    return demand._replace(shards=shards)
 
 
 def framework_of(*arrays: Array) -> str:

@@ -22,6 +22,7 @@ from attnbench.dispatch.choice import PickDecision, chosen, decide, next_choice,
 from attnbench.dispatch.demand import Demand, Words, demand_of, framework_of, to_layout
 from attnbench.errors import Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.jax.shards import on_each_device
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
 from attnbench.registry import OURS, origin
@@ -104,7 +105,12 @@ def planned(q: Array, k: Array, v: Array, words: Words, train: bool) -> tuple[Ca
 
         return torch_compile.without_numbers(q, k, v, words, train), 0
     demand = demand_of(q, k, v, words, train)
-    return running(words.impl, demand, words.layout), bytes_kept(demand)
+    run = running(words.impl, demand, words.layout)
+    if demand.framework == "jax":  # measured times are those of compiled programs
+        import jax
+
+        run = jax.jit(run)
+    return run, bytes_kept(demand)
 
 
 def running(impl: str, demand: Demand, layout: str) -> Call:
@@ -156,6 +162,8 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
     run = arranged(call, demand, layout, pick.layout)
+    if demand.shards is not None and demand.shards.separate:
+        run = on_each_device(run, demand.shards, layout, demand.with_lse)
     # Dynamo traces into the call of a graph, and what is traceable calls nothing that could be redirected.
     if demand.framework != "torch" or demand.form == "traced":
         return run

@@ -45,7 +45,7 @@ class Split(Implementation):
         self.description = f"Masks of a few blocks as calls of {inner.name} without a mask array."
         self.framework, self.layout = inner.framework, inner.layout
         self.materialises_scores, self.traceable = inner.materialises_scores, inner.traceable
-        self.lse_gradient = inner.lse_gradient
+        self.lse_gradient, self.over_devices = inner.lse_gradient, inner.over_devices
         self.expects, self.forbids = inner.expects, inner.forbids
         self.switches, self.not_deterministic = inner.switches, inner.not_deterministic
 

@@ -34,6 +34,7 @@ class Kvax(Implementation):
 
     name = "jax.kvax"
     framework = "jax"
+    over_devices = "alone"
     process = "kvax"
     expects = (r"(?i)flash_attention",)
     tunables = {"block_q": 128, "block_kv": 128, "warps": 8, "stages": 3}

@@ -34,6 +34,7 @@ class JaxEinsum(WithLse):
 
     name = "jax.einsum"
     framework = "jax"
+    over_devices = "partitioned"
     lse_gradient = True
     materialises_scores = True
     untested = ("rocm", "tpu")
@@ -83,6 +84,7 @@ class JaxNn(Implementation):
     """Base of the backends of `jax.nn.dot_product_attention`."""
 
     framework = "jax"
+    over_devices = "partitioned"
     backend: str
     full_pairs = False
     """Whether array masks must be broadcast to every batch row and head first."""

@@ -45,6 +45,7 @@ class Tokamax(Implementation):
         self.devices = devices
         self.dtypes = dtypes
         self.materialises_scores = backend == "xla"
+        self.over_devices = "partitioned" if backend.startswith("xla") else "separate"
 
     def available(self, environment: Environment) -> str | None:
         return first_reason(conditions.needs_package("tokamax", INSTALL), self._device(environment))

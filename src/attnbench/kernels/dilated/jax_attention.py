@@ -201,6 +201,7 @@ class DilatedJax(AlwaysLse):
 
     name = "jax.dilated"
     framework = "jax"
+    over_devices = "partitioned"
     lse_gradient = True
     untested = ("cuda", "rocm", "tpu")
 

@@ -152,6 +152,7 @@ class OverMesh(WithLse):
     """Sequence split over devices of a JAX mesh, `jax.ring[world=4,layout=striped]`; world 0 means every device."""
 
     framework = "jax"
+    over_devices = "alone"
     materialises_scores = False
     tunables = {"world": 0, "layout": "zigzag"}
     untested = ("cuda", "rocm", "tpu")
