@@ -32,8 +32,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """Query heads to key/value heads: 32:8."""
     head_dim: str
     mask: str
-    """Kinds of its parts, such as causal or causal&lengths, or causal (top-left) if the lengths differ. A mask that hides
-    nothing says so: kernels that refuse such a mask if it hides something take it as no mask."""
+    """Kinds of its parts, such as causal or causal&lengths, or causal (top-left) if the lengths differ. A mask that
+    hides nothing says so: kernels that refuse such a mask if it hides something take it as no mask."""
     pass_: Pass
     shape: str = ""
     """Empty if there are as many queries as keys; else decode (one query) or rectangular."""
