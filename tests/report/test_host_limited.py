@@ -21,9 +21,9 @@ from attnbench.choosing.text import document as document_of_choice
 from attnbench.cli.run import document
 from attnbench.measuring.rates import BOUND, host_limit, notes_of
 from attnbench.report.terminal import print_cell, print_rankings
-from attnbench.results.exports.table import ExportedRun, rows
+from attnbench.results.exports.formats import rows
 from attnbench.results.recommend import recommend
-from attnbench.results.run_file import new_header, read_run
+from attnbench.results.run_file import NamedRun, Run, new_header, read_run
 from attnbench.results.sentences import closing, count_notes
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
@@ -110,7 +110,7 @@ def test_times_of_kernels_only_show_it_too():
 
 
 def test_exports_hold_the_note():
-    (row,) = rows([ExportedRun("r", new_header("0", "s"), [SLOW])])
+    (row,) = rows([NamedRun("r", Run(new_header("0", "s"), {}, (SLOW,)))])
     assert row["notes"] == LEGEND
 
 

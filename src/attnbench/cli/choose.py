@@ -17,8 +17,7 @@ from attnbench.choosing import choose as choosing
 from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, environment_of, policy_loss
 from attnbench.choosing.text import closing, document, judgement, judgement_document, print_losses, print_policy
-from attnbench.cli.inputs import read_together
-from attnbench.cli.options import NOTHING, Json, Names, Runs
+from attnbench.cli.options import NOTHING, Json, Names, Runs, read_together
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 from attnbench.files import refuse_run_file

@@ -9,8 +9,21 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from attnbench import registry
-from attnbench.cli.inputs import expand, filter_words, find_run, select_workloads, swept_names
-from attnbench.cli.options import Budget, Device, Json, Names, Quiet, Selection, ShapeOptions, Threads
+from attnbench.cli.options import (
+    Budget,
+    Device,
+    Json,
+    Names,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    Threads,
+    expand,
+    filter_words,
+    find_run,
+    select_workloads,
+    swept_names,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.comparing import gate as gating
 from attnbench.comparing.baselines import holds_baselines

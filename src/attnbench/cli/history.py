@@ -9,8 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import has_words, spell_workload
-from attnbench.cli.options import Json, Names, Words
+from attnbench.cli.options import Json, Names, Words, has_words, spell_workload
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.comparing import history as over_commits
 from attnbench.comparing.baselines import read_baseline

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import check_against, read_together, spare_runs
-from attnbench.cli.options import Json, Names, Runs, Switch
+from attnbench.cli.options import Json, Names, Runs, Switch, check_against, read_together, spare_runs
 from attnbench.cli.output import note, print_json, say, warn
 from attnbench.comparing.ci_files import record_commands
 from attnbench.comparing.history import commits_in_git
 from attnbench.errors import UsageError
 from attnbench.files import write_errors, write_texts
 from attnbench.report.summaries import FILES, folder_of, write_summaries
+from attnbench.results.run_file import NamedRun
 
 if TYPE_CHECKING:
     from attnbench.report.html.page import Page
@@ -52,12 +52,11 @@ def report(
     from attnbench.report.html.images import write_images
     from attnbench.report.html.markdown import summarise
     from attnbench.report.html.page import compose
-    from attnbench.report.html.sections import ReportedRun
 
     read = read_together(runs or ("latest",))
     paths = list(read)
     # The oldest first, so that the newest of a repeated cell is the one that stays.
-    sources = [ReportedRun(path.name, run, str(path)) for path, run in read.items()]
+    sources = [NamedRun(path.name, run, str(path)) for path, run in read.items()]
     sources.sort(key=lambda source: source.run.header.created)
     path = paths[0].with_suffix(".html") if out is None else out
     folder = summaries or folder_of(path)

@@ -384,11 +384,11 @@ def describe_unseen(trends: Iterable[Trend]) -> str:
 def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
     """Print the table, and below it how many records are left out and why."""
     if trends:
-        console.print(plain_table(_rows(trends)), highlight=False)
+        console.print(plain_table(_rows(trends)))
     reasons = Counter(one.reason for one in excluded)
     for reason, count in reasons.most_common():
         line = f"{counted(count, 'record')} left out: {shortened(reason)}."
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:

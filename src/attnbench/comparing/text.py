@@ -28,16 +28,16 @@ WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row per metric, then the notes, then the answer."""
-    console.print(f"[bold]{escape(comparison.workload.title)}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(comparison.workload.title)}[/bold]")
     if comparison.estimates:
-        console.print(_table(comparison), highlight=False)
+        console.print(_table(comparison))
     for note in comparison.notes:
-        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
     console.print()
     style = STYLES.get(comparison.verdict or "", "red")
     if comparison.verdict in ("slower", "faster") and "cpu" in comparison.estimates:
-        console.print(f"[dim]{escape(fine_print())}[/dim]", highlight=False, soft_wrap=True)
-    console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", highlight=False, soft_wrap=True)
+        console.print(f"[dim]{escape(fine_print())}[/dim]", soft_wrap=True)
+    console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", soft_wrap=True)
 
 
 def _table(comparison: Comparison) -> Table:
@@ -187,7 +187,7 @@ class ExperimentProgress:
         """Note that another comparison starts."""
         self._title = f"{escape(printable(title))} · "
         if self._lines is not None:
-            self._lines.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
+            self._lines.print(f"measuring {title}", markup=False, soft_wrap=True)
         if self._status is not None:
             self._status.update(f"{self._title}starting both")
 

@@ -29,16 +29,16 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Print the environments, then the implementations, then one sentence."""
     for framework, environment in diagnosis.environments.items():
         where = escape(f"{environment.device_name} ({environment.device})")
-        console.print(f"[bold]{framework}[/bold]  {where}", highlight=False)
+        console.print(f"[bold]{framework}[/bold]  {where}")
         for name, value in environment_facts(environment):
-            console.print(f"  [dim]{name:12}[/dim] {escape(value)}", highlight=False)
+            console.print(f"  [dim]{name:12}[/dim] {escape(value)}")
     for framework, reason in diagnosis.frameworks.items():
         if reason is not None:
-            console.print(f"[bold]{framework}[/bold]  [red]not usable[/red]: {escape(reason)}", highlight=False)
+            console.print(f"[bold]{framework}[/bold]  [red]not usable[/red]: {escape(reason)}")
     console.print()
     console.print(implementation_table(diagnosis.implementations))
     console.print()
-    console.print(diagnosis_verdict(diagnosis.implementations), highlight=False, markup=False)
+    console.print(diagnosis_verdict(diagnosis.implementations), markup=False)
 
 
 def environment_facts(environment: Environment) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
-from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
+from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, length_text, tracks, tracks_of
 from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
 from attnbench.results.records import BASELINES, device_of, framework_of, matches
@@ -268,5 +268,4 @@ def _others(tally: Tally, names: Sequence[str]) -> str:
 
 
 def _place(record: Ok) -> str:
-    w = record.workload
-    return f"{w.batch} x {w.q_len}" if w.q_len == w.kv_len else f"{w.batch} x {w.q_len} x {w.kv_len}"
+    return f"{record.workload.batch} x {length_text(record.workload)}"

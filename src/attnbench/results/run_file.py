@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf, isfinite
@@ -98,6 +98,12 @@ class Run(Struct, frozen=True):
         """The records, each with the date when it was made."""
         return list(zip(self.dates or [self.header.created] * len(self.records), self.records, strict=True))
 
+    def only(self, keep: Callable[[Record], bool]) -> Run:
+        """Return the run with some of its records."""
+        kept = [one for one in self.dated if keep(one[1])]
+        dates, records = zip(*kept) if kept else ((), ())
+        return msgspec.structs.replace(self, records=records, dates=dates)
+
     @property
     def headers(self) -> tuple[Header, ...]:
         """All headers, in order."""
@@ -124,6 +130,15 @@ class Run(Struct, frozen=True):
         return frozenset(
             record.cell.id for record in self.records if not getattr(record, "unstarted", False) and not is_cut(record)
         )
+
+
+class NamedRun(Struct, frozen=True):
+    """A run file that was read, and its name on a page or in an export."""
+
+    name: str
+    run: Run
+    path: str = ""
+    """Path as the user gave it, for commands."""
 
 
 def new_header(version: str, suite: str, request: Mapping[str, Any] | None = None, **facts: Any) -> Header:

@@ -21,6 +21,7 @@ from msgspec import structs
 from attnbench.measuring import anchors
 from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import WAITED, Dropped, Series, StopRule, interleave, summarise
+from attnbench.results.records import grouped
 from attnbench.run import protocol as p
 from attnbench.run.environment import BUSY_CORES, busy_cores
 from attnbench.run.machine import scratch
@@ -123,9 +124,7 @@ class WorkloadRun:
     def _run_together(self, cells: Sequence[Cell]) -> None:
         if not cells:
             return
-        groups: dict[Group, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(self._pool.group(cell.implementation), []).append(cell)
+        groups = grouped(cells, lambda cell: self._pool.group(cell.implementation))
         self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
         environments = [self._pool.environment(group.framework) for group in groups if self._request.measure]

@@ -28,10 +28,11 @@ from attnbench.comparing.history import (
 from attnbench.comparing.history import gather as gather_series
 from attnbench.report.html import charts
 from attnbench.report.html.cells import Cells
-from attnbench.report.html.sections import ReportedRun, Section, ShapeNames
+from attnbench.report.html.sections import Section, ShapeNames
 from attnbench.report.html.views import LABEL, SHAPE, Column, View, own
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
+from attnbench.results.run_file import NamedRun
 
 LEAST_RUNS = 2
 MOST_NAMED = 6
@@ -61,7 +62,7 @@ NO_HISTORY = History()
 
 
 def find_history(
-    sources: Sequence[ReportedRun],
+    sources: Sequence[NamedRun],
     places: Mapping[str, int],
     between: Callable[[str, str], Commits | None] | None = None,
 ) -> History:

@@ -19,12 +19,13 @@ from attnbench.report.environment import section_facts
 from attnbench.report.html.cells import Cells, make_cells, pack
 from attnbench.report.html.charts import DARK, LIGHT, order_labels, ranges, vega_script
 from attnbench.report.html.history import NO_HISTORY, History, history_view
-from attnbench.report.html.sections import ReportedRun, Section, gather
+from attnbench.report.html.sections import Section, gather
 from attnbench.report.html.views import View, make_views
 from attnbench.report.summaries import MachineStandings, group_advice
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
+from attnbench.results.run_file import NamedRun
 from attnbench.results.sentences import (
     answer,
     count_notes,
@@ -81,7 +82,7 @@ class PageSection(Struct, frozen=True):
 class Page(Struct, frozen=True):
     """Sources and parts of which the page, the images and the Markdown are made."""
 
-    sources: Sequence[ReportedRun]
+    sources: Sequence[NamedRun]
     parts: list[PageSection]
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
@@ -89,7 +90,7 @@ class Page(Struct, frozen=True):
     """A sentence for each run that ended before it had done what was asked."""
 
 
-def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
+def compose(sources: Sequence[NamedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
     dated = [one for source in sources for one in source.run.dated]
     known, dates = setbacks([by_date(dated)]), {id(record): when for when, record in dated}

@@ -16,7 +16,7 @@ from msgspec import Struct
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
 from attnbench.printable import printable
-from attnbench.results.exports.table import ExportedRun
+from attnbench.results.run_file import NamedRun
 from attnbench.results.standings import by_date, setbacks
 from attnbench.spec import DIRTY, Ok, Time
 
@@ -36,14 +36,14 @@ class Timed(Struct, frozen=True):
     created: str
 
 
-def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
+def timed(sources: Sequence[NamedRun]) -> list[Timed]:
     """Return the timed cells without the anchors and without times that a newer run found incorrect; these tools know
     a benchmark by its name, so of several the newest counts."""
     found: dict[str, Timed] = {}
-    every = by_date(one for source in sources for one in source.dated)
+    every = by_date(one for source in sources for one in source.run.dated)
     wrong = {id(setback.record) for setback in setbacks([every]) if setback.is_wrong}
     for source in sources:
-        for when, record in source.dated:
+        for when, record in source.run.dated:
             if not isinstance(record, Ok) or record.time is None or record.implementation in ANCHORS:
                 continue
             if id(record) not in wrong:
@@ -76,7 +76,7 @@ def facts(one: Timed) -> dict[str, str]:
     return {name: printable(text) for name, text in told.items()}
 
 
-def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def pytest_benchmark(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
     seconds, with one group per workload. The commit is named if all cells have the same; the time is that of the
     newest."""
@@ -154,7 +154,7 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
     }
 
 
-def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def google_benchmark(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return Google Benchmark's JSON: a repetition per round and the usual aggregates. Its `compare.py` demands a
     `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`."""
     cells = timed(sources)
@@ -200,7 +200,7 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
     return runs
 
 
-def bencher(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def bencher(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return Bencher Metric Format: benchmark -> measure -> value with its bounds. Latency is in ns, throughput in
     calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it."""
     return {one.name: _measures(one) for one in timed(sources)}
@@ -221,7 +221,7 @@ def _measures(one: Timed) -> dict[str, dict[str, float]]:
     return measures
 
 
-def github_action_benchmark(sources: Sequence[ExportedRun]) -> list[dict[str, object]]:
+def github_action_benchmark(sources: Sequence[NamedRun]) -> list[dict[str, object]]:
     """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
     `range` is half the interval of the median."""
     entries: list[dict[str, object]] = []
