@@ -8,7 +8,23 @@ from typing import Any
 import numpy as np
 
 from attnbench import masks
-from attnbench.spec import Cost, Environment, Errors, Incorrect, Memory, Ok, Time, Unsupported, VerifiedAt, Workload
+from attnbench.results.advice import Recommendation
+from attnbench.results.recommend import advise
+from attnbench.results.records import device_of
+from attnbench.results.standings import Standings
+from attnbench.spec import (
+    Cost,
+    Environment,
+    Errors,
+    Incorrect,
+    Memory,
+    Ok,
+    Record,
+    Time,
+    Unsupported,
+    VerifiedAt,
+    Workload,
+)
 
 CPU = Environment(
     device="cpu",
@@ -74,3 +90,13 @@ def unsupported(name: str, reason: str, on: Workload | None = None) -> Unsupport
 
 def incorrect(name: str, reason: str, on: Workload | None = None, **fields: Any) -> Incorrect:
     return Incorrect(implementation=name, workload=on or workload(), reason=reason, environment=CPU, **fields)
+
+
+def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
+    """The advice that runs support, the oldest run first, device by device."""
+    devices = dict.fromkeys(device_of(record) for run in runs for record in run)
+    return [
+        one
+        for device in devices
+        for one in advise(Standings([[r for r in run if device_of(r) == device] for run in runs], against))
+    ]

@@ -85,10 +85,19 @@ NAMES = Settings.__struct_fields__
 def load_settings(
     overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Settings:
-    """Return the settings in force; an override that is None was not given."""
+    """Return the settings in force; an override that is None was not given. A variable with our prefix whose name looks
+    misspelt is refused."""
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     from_file = _file_settings((cwd or Path.cwd()).resolve())
-    from_environment = _environment_settings(os.environ if environ is None else environ)
+    variables = os.environ if environ is None else environ
+    found = {key.removeprefix(PREFIX).lower(): value for key, value in variables.items() if key.startswith(PREFIX)}
+    for name in found:
+        near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
+        if near and name not in NAMES:
+            raise UsageError(f'there is no variable "{PREFIX}{name.upper()}": did you mean {PREFIX}{near[0].upper()}?')
+    known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
+    known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
+    from_environment = _converted(known, "the environment", strict=False)
     for name in given:
         if name not in NAMES:
             raise UsageError(_unknown(name, "option"))
@@ -114,18 +123,6 @@ def _unknown(name: str, what: str) -> str:
     near = get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(NAMES)}."
     return f'there is no {what} "{name}": {hint}'
-
-
-def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that variables name; refuse a variable with our prefix if its name looks misspelt."""
-    found = {key.removeprefix(PREFIX).lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
-    for name in found:
-        near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
-        if near and name not in NAMES:
-            raise UsageError(f'there is no variable "{PREFIX}{name.upper()}": did you mean {PREFIX}{near[0].upper()}?')
-    known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
-    known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
-    return _converted(known, "the environment", strict=False)
 
 
 def _file_settings(folder: Path) -> dict[str, Any]:

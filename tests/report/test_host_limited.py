@@ -11,7 +11,7 @@ import pytest
 from length_factory import along
 from msgspec import structs
 from page_factory import source
-from record_factory import noisy, ok, timing, unsupported, workload
+from record_factory import noisy, ok, recommend, timing, unsupported, workload
 from rich.console import Console
 
 from attnbench.choosing.candidates import CandidateRun
@@ -22,7 +22,6 @@ from attnbench.cli.run import document
 from attnbench.measuring.rates import BOUND, host_limit, notes_of
 from attnbench.report.terminal import print_cell, print_rankings
 from attnbench.results.exports.formats import rows
-from attnbench.results.recommend import recommend
 from attnbench.results.run_file import NamedRun, Run, new_header, read_run
 from attnbench.results.sentences import closing, count_notes
 from attnbench.results.standings import Standings
@@ -156,8 +155,7 @@ def test_a_choice_says_it():
 
 def test_the_page_and_its_markdown_say_it():
     pytest.importorskip("altair")
-    from attnbench.report.html.markdown import summarise
-    from attnbench.report.html.page import compose
+    from attnbench.report.html.page import compose, summarise
 
     page = compose([source(SLOW, FINE)])
     (part,) = page.parts

@@ -250,7 +250,7 @@ def test_names_stay_on_their_line():
 def test_pytest_benchmark_compares_it(tmp_path: Path):
     pytest.importorskip("pytest_benchmark")
     slower = msgspec.structs.replace(TIMED, time=timing(noisy(4e6, 2)))
-    for name, records in {"one": [TIMED, *hostile()[0].records], "two": [slower]}.items():
+    for name, records in {"one": [TIMED, *hostile()[0].run.records], "two": [slower]}.items():
         export_file(source(records), "pytest-benchmark", tmp_path / f"{name}.json")
     command = [sys.executable, "-m", "pytest_benchmark", "compare", "one.json", "two.json", "--csv=out.csv"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

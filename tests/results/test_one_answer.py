@@ -46,8 +46,7 @@ pytest.importorskip("vl_convert")
 import gallery_captions as captions
 
 from attnbench.report.html.cells import pack, unpack, winner_rows
-from attnbench.report.html.markdown import summarise
-from attnbench.report.html.page import Page, PageSection, collect_standings, compose
+from attnbench.report.html.page import Page, PageSection, collect_standings, compose, summarise
 from attnbench.report.html.views import side_by_side
 from attnbench.report.summaries import performance, summary_text
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from record_factory import CPU, incorrect, noisy, ok, workload
+from record_factory import CPU, incorrect, noisy, ok, recommend, workload
 
 from attnbench.results import run_file
-from attnbench.results.recommend import recommend
 from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.results.sentences import answer, setback_sentences, speedups
 from attnbench.results.standings import Setback, Standings, by_date, setbacks

@@ -65,8 +65,15 @@ def compare(
     with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
         if codes is None:
             notes.insert(0, IN_PROCESS)
-            with _local_sides((a, b), framework, device) as (first, second):
-                found = Experiment(first, second, terms, watch).run()
+            with registry.restored():
+                live: list[Side] = []
+                for letter, what in zip("ab", (a, b)):
+                    known = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
+                    implementation = copy(known)
+                    implementation.name = f"{known.name}#{letter}"
+                    code = Code(label=known.name, name=implementation.name, framework=known.framework)
+                    live.append(LocalSide(code, implementation, device))
+                found = Experiment(live[0], live[1], terms, watch).run()
         else:
             found = _compare_codes(codes, device, threads, terms, watch, notes)
     return msgspec.structs.replace(found, notes=(*found.notes, *notes))
@@ -238,19 +245,6 @@ def sides(codes: Sequence[Code], device: str | None, threads: int | None) -> Ite
         raise UsageError("a worker cannot start a comparison: guard the call with `if __name__ == '__main__':`.")
     with ExitStack() as stack:
         yield [stack.enter_context(ForkedSide(code, device, threads)) for code in codes]
-
-
-@contextmanager
-def _local_sides(subjects: tuple[Subject, Subject], framework: str, device: str | None) -> Iterator[list[Side]]:
-    with registry.restored():
-        live: list[Side] = []
-        for letter, what in zip("ab", subjects):
-            found = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
-            implementation = copy(found)
-            label, implementation.name = implementation.name, f"{implementation.name}#{letter}"
-            code = Code(label=label, name=implementation.name, framework=implementation.framework)
-            live.append(LocalSide(code, implementation, device))
-        yield live
 
 
 def check(workload: Workload, budget_s: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnbench import registry
 from attnbench.comparing import forkserver as n
@@ -156,15 +156,15 @@ class ForkedSide(Side):
                     raise _refusal(self.code, reply)
                 self._forks = self._forks and not isinstance(reply, n.Unforkable)
         except WorkerDied as died:
-            self._end_forkserver()
+            self._forkserver.kill()
             raise DiedLoading(f"{self.code.label} could not be loaded: {died.reason}") from died
         except BaseException:
-            self._end_forkserver()
+            self._forkserver.kill()
             raise
         self._helpers = descendants(self._process.pid)
         """Processes that loading has started, for all workers."""
         if not self._forks:
-            self._end_forkserver()
+            self._forkserver.kill()
 
     def _process_of(self, module: str) -> tuple[subprocess.Popen[bytes], Connection]:
         code = self.code
@@ -235,7 +235,7 @@ class ForkedSide(Side):
         self._tree.resume()
 
     def restart(self) -> None:
-        self._end_forkserver()
+        self._forkserver.kill()
         try:
             self._start()
         except UsageError as error:
@@ -252,14 +252,8 @@ class ForkedSide(Side):
 
     def close(self) -> None:
         """End the forkserver, its workers and whatever these have started."""
-        self._end_forkserver()
+        self._forkserver.kill()
         self._output.close()
-
-    def _end_forkserver(self) -> None:
-        if self._process.poll() is None:
-            ProcessTree(self._process.pid).kill()
-        self._process.wait()
-        self._connection.close()
 
 
 def _refusal(code: Code, answer: p.Refused) -> UsageError:
@@ -350,7 +344,7 @@ class SideWorker:
         try:
             answer = self._worker.ask(question, self._timeout_s)
         except WorkerDied as died:
-            raise Lost(self._side, died.record(**self._facts), died=True) from died
+            raise Lost(self._side, died.record(**structs.asdict(self._cell)), died=True) from died
         self._live.pause()
         if isinstance(answer, p.Closed):
             raise Lost(self._side, answer.record)
@@ -360,13 +354,8 @@ class SideWorker:
             raise Lost(self._side, self._failed(answer.reason))
         return answer
 
-    @property
-    def _facts(self) -> dict[str, Any]:
-        cell = self._cell
-        return {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
-
     def _failed(self, reason: str) -> Failed:
-        return Failed(reason=reason, **self._facts)
+        return Failed(reason=reason, **structs.asdict(self._cell))
 
     def abort(self) -> None:
         """Make a question that another thread has asked the worker fail at once."""

@@ -59,8 +59,11 @@ def _table(comparison: Comparison) -> Table:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the answer in one line, or why there is none."""
-    a, b = side_names(comparison)
+    """Return the answer in one line, or why there is none. Sides of one name are told apart by their commits."""
+    a, b = comparison.a, comparison.b
+    if a == b and comparison.commit_a != comparison.commit_b:
+        commits = (comparison.commit_a, comparison.commit_b)
+        a, b = (f"{name} @ {commit[:12]}" if commit else name for name, commit in zip((a, b), commits))
     if comparison.verdict is None:
         return f"{b} was not compared with {a}: {comparison.reason or 'one of the two could not be timed'}"
     figures = "; ".join(
@@ -124,15 +127,6 @@ def effort(comparison: Comparison) -> str:
 def _slowdown_text(slowdown: float | None) -> str:
     """Return the slowdown as text; empty if none that matters would have been seen."""
     return "" if slowdown is None or slowdown > MOST else units.percent(slowdown)
-
-
-def side_names(comparison: Comparison) -> tuple[str, str]:
-    """Return the names of both sides, with their commits if the names are equal."""
-    a, b = comparison.a, comparison.b
-    if a != b or comparison.commit_a == comparison.commit_b:
-        return a, b
-    at_a, at_b = (f" @ {commit[:12]}" if commit else "" for commit in (comparison.commit_a, comparison.commit_b))
-    return f"{a}{at_a}", f"{b}{at_b}"
 
 
 def ratio_and_interval(ratio: float, interval: Interval | None) -> str:

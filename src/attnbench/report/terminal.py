@@ -135,7 +135,7 @@ def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, lis
 def _time_text(time: Time | None) -> str:
     if time is None:
         return DASH
-    return f"{units.duration(time.median_ns)} {units.half_interval(time.median_ns, time.ci95_ns):>7}"
+    return f"{units.duration(time.median_ns)} {units.half_interval(time.half_width):>7}"
 
 
 def print_not_run(console: Console, records: Iterable[Record]) -> None:

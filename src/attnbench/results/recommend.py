@@ -17,25 +17,14 @@ from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
 from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, length_text, tracks, tracks_of
 from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
-from attnbench.results.records import BASELINES, device_of, framework_of, matches
+from attnbench.results.records import BASELINES, framework_of, matches
 from attnbench.results.sentences import all_of, counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.results.standings import Standing, Standings
 from attnbench.results.tally import Tally, Verdict
-from attnbench.spec import PASSES, Ok, Record
+from attnbench.spec import PASSES, Ok
 
 MOST_PLACES = 3
 MOST_OTHERS = 3
-
-
-def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
-    """Return the advice that runs support, the oldest run first, device by device; `against` names what the headline
-    compares with."""
-    devices = dict.fromkeys(device_of(record) for run in runs for record in run)
-    return [
-        one
-        for device in devices
-        for one in advise(Standings([[r for r in run if device_of(r) == device] for run in runs], against))
-    ]
 
 
 def advise(standings: Standings) -> list[Recommendation]:

@@ -189,11 +189,13 @@ class RunWriter:
         lines: list[Line] = []
         when = _now() if self._is_resumed else ""
         for record in records:
-            environment = record.environment
-            key = None if environment is None else environment_key(environment)
-            if environment is not None and key is not None and key not in self._known:
-                self._known.add(key)
-                lines.append(EnvironmentLine(key, environment.fingerprint, environment))
+            environment, key = record.environment, None
+            if environment is not None:  # the key is the fingerprint, and six digits over everything else in it
+                whole = msgspec.json.encode(environment, order="sorted")
+                key = f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
+                if key not in self._known:
+                    self._known.add(key)
+                    lines.append(EnvironmentLine(key, environment.fingerprint, environment))
             stored = msgspec.structs.replace(record, environment=None)
             if record.errors is not None:  # JSON has neither NaN nor infinity: the largest float replaces both
                 values = msgspec.structs.asdict(record.errors)
@@ -238,12 +240,6 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         probe = folder / f".probe-{secrets.token_hex(4)}"
         probe.touch()
         probe.unlink()
-
-
-def environment_key(environment: Environment) -> str:
-    """Return the fingerprint, and six digits over everything else in the environment."""
-    whole = msgspec.json.encode(environment, order="sorted")
-    return f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
 
 
 def slug(text: str) -> str:

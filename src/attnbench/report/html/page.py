@@ -1,5 +1,8 @@
-"""The page, made of sections. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in
-data, both remove controls of direction, and a content security policy by hash allows our scripts only."""
+"""The page, made of sections, and the page in brief as Markdown, for a pull request or a job's page.
+
+Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in data, both remove controls of
+direction, and a content security policy by hash allows our scripts only. The Markdown escapes them as the gate's does.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,24 @@ import msgspec
 from markupsafe import Markup
 from msgspec import Struct
 
+from attnbench.comparing.gate_text import LIMIT, clean
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.report.environment import section_facts
-from attnbench.report.html.cells import Cells, make_cells, pack
+from attnbench.report.html.cells import Cells, make_cells, pack, winner_rows
 from attnbench.report.html.charts import DARK, LIGHT, order_labels, ranges, vega_script
 from attnbench.report.html.history import NO_HISTORY, History, history_view
 from attnbench.report.html.sections import Section, gather
-from attnbench.report.html.views import View, make_views
+from attnbench.report.html.views import View, make_views, not_run
 from attnbench.report.summaries import MachineStandings, group_advice
+from attnbench.report.terminal import MARK
+from attnbench.report.units import DASH, duration, half_interval, percent
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
 from attnbench.results.run_file import NamedRun
 from attnbench.results.sentences import (
     answer,
+    capped,
     count_notes,
     counted,
     describe_not_run,
@@ -47,6 +55,10 @@ DEVICE_TIMES = (
 DIRECTIONS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
 """Marks, embeddings and isolates: characters that turn the rest of a line around."""
 SCRIPTS = ("data.js", "tables.js", "charts.js", "main.js")
+MOST_ADVICE = 20
+MOST_SHAPES = 60
+MOST_REASONS = 20
+HEADING = "| shape | fastest | time | next best | regret |\n| --- | --- | ---: | --- | ---: |"
 
 
 class PageSection(Struct, frozen=True):
@@ -207,3 +219,66 @@ def script_json(document: Any) -> str:
     """Return JSON without any character that could end a script element, begin markup or turn a line around."""
     text = one_way(msgspec.json.encode(document).decode())
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def summarise(page: Page) -> str:
+    """Return the answer, the winner of each shape and what did not run, cut to a length that GitHub accepts."""
+    left = [f"Note: {clean_sentence(sentence)}." for sentence in page.left]
+    blocks = [*left, *(block for part in page.parts for block in _blocks(part))]
+    kept: list[str] = []
+    for block in blocks:
+        if sum(len(one) + 2 for one in (*kept, block)) > LIMIT - 200:
+            kept.append("More is left out here: see the report.")
+            break
+        kept.append(block)
+    return "\n\n".join(kept) + "\n"
+
+
+def _blocks(part: PageSection) -> list[str]:
+    blocks = [f"### {clean(part.title)}", "\n".join(map(clean_sentence, part.answer))]
+    advice = [one for one in part.advice if one.kind != "overall"]
+    if advice:
+        lines = [f"- {clean_sentence(one.text)}" for one in advice]
+        blocks.append("\n".join(capped(lines, MOST_ADVICE, "- {} more are in the report.")))
+    blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]
+    return [*blocks, *_winners(part), *_left_out(part)]
+
+
+def clean_sentence(text: str) -> str:
+    """Return an escaped sentence, whole: `clean` cuts a text that is too long for a cell of a table."""
+    return " ".join(clean(word) for word in text.split())
+
+
+def _winners(part: PageSection) -> list[str]:
+    found = winner_rows(part.cells.rows)
+    rows: list[str] = []
+    for row in found:
+        half = None if row.get("low") is None else (row["high"] - row["low"]) / 2 / row["ns"]
+        name = f"{row['label']} (the same kernel as {row['same']})" if row["same"] else row["label"]
+        host = f" {MARK} {row['host']:.1f}x" if row.get("host") else ""
+        time = f"{duration(row['ns'])} {half_interval(half)}{host}"
+        regret = DASH if row["regret"] is None else percent(row["regret"])
+        regret += " (too close to call)" if row["close"] else ""
+        fields = [row["shape"], name, time, row["next_label"] or DASH, regret]
+        rows.append(f"| {' | '.join(map(clean, fields))} |")
+    if not rows:
+        return []
+    table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
+    if any(one.get("host") for one in found):
+        table += f"\n\n{clean(MARK)} {HOST_LIMITED}: the call takes that many times its kernel time"
+    left = len(rows) - MOST_SHAPES
+    return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
+
+
+def _left_out(part: PageSection) -> list[str]:
+    rows = sorted(not_run(part.cells.records, part.cells.names), key=lambda row: -row["cells"])
+    if not rows:
+        return []
+    reasons = [
+        f"- {row['status']}, {counted(row['cells'], 'cell')}: {clean(row['labels'])}: {clean(row['reason'])}"
+        for row in rows
+    ]
+    lines = capped(reasons, MOST_REASONS, "- {} more reasons are in the report.")
+    count = sum(row["cells"] for row in rows)
+    title = f"<details><summary>{counted(count, 'cell')} without a result</summary>"
+    return ["\n".join([title, "", *lines, "", "</details>"])]

@@ -203,22 +203,19 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
 def bencher(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return Bencher Metric Format: benchmark -> measure -> value with its bounds. Latency is in ns, throughput in
     calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it."""
-    return {one.name: _measures(one) for one in timed(sources)}
-
-
-def _measures(one: Timed) -> dict[str, dict[str, float]]:
-    latency = {"value": one.time.median_ns}
-    throughput = {"value": 1e9 / one.time.median_ns}
-    low, high = one.time.ci95_ns or (None, None)
-    if low is not None and high is not None:
-        latency |= {"lower_value": max(low, 0.0), "upper_value": high}
-        throughput["lower_value"] = 1e9 / high
-        if low > 0:
-            throughput["upper_value"] = 1e9 / low
-    measures = {"latency": latency, "throughput": throughput}
-    if one.record.memory.peak_bytes is not None:
-        measures["peak-memory"] = {"value": float(one.record.memory.peak_bytes)}
-    return measures
+    document: dict[str, dict[str, dict[str, float]]] = {}
+    for one in timed(sources):
+        latency, throughput = {"value": one.time.median_ns}, {"value": 1e9 / one.time.median_ns}
+        if one.time.ci95_ns is not None:
+            low, high = one.time.ci95_ns
+            latency |= {"lower_value": max(low, 0.0), "upper_value": high}
+            throughput["lower_value"] = 1e9 / high
+            if low > 0:
+                throughput["upper_value"] = 1e9 / low
+        measures = document[one.name] = {"latency": latency, "throughput": throughput}
+        if one.record.memory.peak_bytes is not None:
+            measures["peak-memory"] = {"value": float(one.record.memory.peak_bytes)}
+    return document
 
 
 def github_action_benchmark(sources: Sequence[NamedRun]) -> list[dict[str, object]]:
