@@ -13,10 +13,11 @@ import msgspec
 
 from attnbench import config, registry
 from attnbench.comparing.experiment import Experiment, Terms, Watch
-from attnbench.comparing.refs import MOST_NAMED, WORKING_TREE, Ref, checkout, ignored_code, named, same_code
+from attnbench.comparing.refs import WORKING_TREE, Ref, checkout, ignored_code, same_code
 from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
+from attnbench.results.sentences import MOST_NAMED, some_of
 from attnbench.run import git
 from attnbench.run.environment import threads_left
 from attnbench.run.launch import check_seconds, refuse_distortion
@@ -143,8 +144,8 @@ def harness_notes(old: Ref, new: Ref) -> list[str]:
     if not changed:
         return []
     return [
-        f"attnbench's own measuring code differs between {old.name} and {new.name} ({named(changed)}), and each ref is "
-        "measured by its own copy: a difference may come from the clocks and checks, so no verdict is valid"
+        f"attnbench's own measuring code differs between {old.name} and {new.name} ({some_of(changed)}), and each ref "
+        "is measured by its own copy: a difference may come from the clocks and checks, so no verdict is valid"
     ]
 
 
@@ -185,7 +186,7 @@ def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
     alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
     if not alone:
         return ref
-    note = f"{other.name} lacks {named(alone)}, which git ignores in the working tree"
+    note = f"{other.name} lacks {some_of(alone)}, which git ignores in the working tree"
     return msgspec.structs.replace(ref, unequal=() if is_built else alone, notes=(*ref.notes, note))
 
 

@@ -120,7 +120,13 @@ class _WorkerProcess:
         return []
 
     def poll(self) -> int | None:
-        return self._side.exit_code(self.pid)
+        """Return the exit code, of which the forkserver knows; None while the worker runs."""
+        try:
+            reply = self._side.ask(n.Inquire(self.pid))
+        except WorkerDied:
+            return 1
+        assert isinstance(reply, n.Ended)
+        return reply.code
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (10.0 if timeout is None else timeout)
@@ -151,7 +157,7 @@ class ForkedSide(Side):
         self._forkserver = Remote(self.code.framework, *started, self._output)
         try:
             for request in self.code.requests():
-                reply = self._ask(request)
+                reply = self.ask(request)
                 if isinstance(reply, p.Refused):
                     raise _refusal(self.code, reply)
                 self._forks = self._forks and not isinstance(reply, n.Unforkable)
@@ -177,7 +183,9 @@ class ForkedSide(Side):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+    def ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+        """Return the forkserver's answer; `passing` is a socket that follows the question."""
+
         def pass_on() -> None:
             if passing is not None:
                 with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
@@ -205,7 +213,7 @@ class ForkedSide(Side):
             ProcessTree(process).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
-            reply = self._ask(n.Fork(seed), theirs)
+            reply = self.ask(n.Fork(seed), theirs)
         assert isinstance(reply, n.Forked)
         self._tree = ProcessTree(self._process.pid)
         self._workers.append(_WorkerProcess(reply.pid, self))
@@ -240,15 +248,6 @@ class ForkedSide(Side):
             self._start()
         except UsageError as error:
             raise WorkerDied("failed", str(error)) from error
-
-    def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a worker; None while it runs."""
-        try:
-            reply = self._ask(n.Inquire(pid))
-        except WorkerDied:
-            return 1
-        assert isinstance(reply, n.Ended)
-        return reply.code
 
     def close(self) -> None:
         """End the forkserver, its workers and whatever these have started."""

@@ -59,7 +59,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the answer in one line, or why there is none. Sides of one name are told apart by their commits."""
+    """Return the answer in one line, or why there is none. Sides of one name are written with their commits."""
     a, b = comparison.a, comparison.b
     if a == b and comparison.commit_a != comparison.commit_b:
         commits = (comparison.commit_a, comparison.commit_b)

@@ -45,6 +45,8 @@ ADVICE = {
     HOST_LIMITED: "their device waits for the host, so that a call takes longer than its kernels; a graph may help",
 }
 """The closed list of warnings: how a note begins -> what to do about it."""
+MOST_NAMED = 3
+"""Files or shapes that a sentence names."""
 MOST_REASONS = 3
 LONGEST_REASON = 110
 ATTENTION = "attention"
@@ -106,6 +108,12 @@ def capped(parts: Sequence[str], most: int, more: str = "and {} more") -> list[s
     """Return the first parts, then one that says how many more there are."""
     left = len(parts) - most
     return list(parts) if left <= 0 else [*parts[:most], more.format(left)]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names as text, with the number of the rest."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def category(ratio: Ratio) -> Category:
