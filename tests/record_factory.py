@@ -11,6 +11,7 @@ from attnbench import masks
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import device_of
+from attnbench.results.run_file import Header, NamedRun, Run
 from attnbench.results.standings import Standings
 from attnbench.spec import (
     Cost,
@@ -90,6 +91,12 @@ def unsupported(name: str, reason: str, on: Workload | None = None) -> Unsupport
 
 def incorrect(name: str, reason: str, on: Workload | None = None, **fields: Any) -> Incorrect:
     return Incorrect(implementation=name, workload=on or workload(), reason=reason, environment=CPU, **fields)
+
+
+def named_run(name: str, created: str, records: Sequence[Record], dates: Sequence[str] = ()) -> NamedRun:
+    """A run file of these records, as if it had been read."""
+    header = Header(schema=1, attnbench="", created=created)
+    return NamedRun(name, Run(header, {}, tuple(records), dates=tuple(dates)))
 
 
 def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:

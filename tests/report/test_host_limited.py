@@ -11,10 +11,9 @@ import pytest
 from length_factory import along
 from msgspec import structs
 from page_factory import source
-from record_factory import noisy, ok, recommend, timing, unsupported, workload
+from record_factory import named_run, noisy, ok, recommend, timing, unsupported, workload
 from rich.console import Console
 
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing as closing_of_choice
 from attnbench.choosing.text import document as document_of_choice
@@ -138,7 +137,7 @@ def test_advice_says_it():
 
 
 def test_a_choice_says_it():
-    chosen = choose([CandidateRun("run", "2026", [SLOW, FINE])])
+    chosen = choose([named_run("run", "2026", [SLOW, FINE])])
     told = (
         "1 of 1 choices is host-limited (torch.dilated): the call takes up to 9.2x the kernel time that was compared."
     )
@@ -149,7 +148,7 @@ def test_a_choice_says_it():
         workload().id,
         pytest.approx(9.24, rel=0.01),
     )
-    fine = choose([CandidateRun("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
+    fine = choose([named_run("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
     assert "host" not in closing_of_choice(fine)
 
 
