@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from attnbench import masks
+from attnbench.comparing.history import HistoryFile
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import device_of
@@ -97,6 +98,10 @@ def named_run(name: str, created: str, records: Sequence[Record], dates: Sequenc
     """A run file of these records, as if it had been read."""
     header = Header(schema=1, attnbench="", created=created)
     return NamedRun(name, Run(header, {}, tuple(records), dates=tuple(dates)))
+
+
+def history_file(created: str, records: Sequence[Record], places: Mapping[str, str] = {}) -> HistoryFile:
+    return HistoryFile(named_run("", created, records).run, places)
 
 
 def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:

@@ -69,8 +69,7 @@ def find_history(
     """Return the history of every cell, a point per run; `places` orders commits that git knows, else time does."""
     if len(sources) < LEAST_RUNS:
         return NO_HISTORY
-    runs = [HistoryFile(source.run.header.created, source.run.records, dates=source.run.dates) for source in sources]
-    series, excluded = gather_series(runs, places, per_run=True)
+    series, excluded = gather_series([HistoryFile(source.run) for source in sources], places, per_run=True)
     trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
     trends.sort(key=lambda trend: -max((abs(change.ratio - 1) for change in trend.changes), default=0.0))
     return History(trends, excluded, [source.name for source in sources])
