@@ -21,7 +21,7 @@ from attnbench.files import write_texts
 from attnbench.report.html.charts import VEGA_LITE, Chart
 from attnbench.report.html.history import find_history
 from attnbench.report.html.images import drawable
-from attnbench.report.html.page import Page, PageSection, collect_standings, compose, render
+from attnbench.report.html.page import Page, PageSection, compose, render
 from attnbench.report.summaries import folder_of, write_summaries
 from attnbench.results.records import is_timed
 from attnbench.results.run_file import NamedRun, read_run
@@ -116,7 +116,7 @@ def main() -> None:
     draw(page, given.images)
     report = given.runs / "report.html"
     write_texts({report: render(page), readme: text})
-    write_summaries(collect_standings(page), folder_of(report), page.left)
+    write_summaries(page.parts, folder_of(report), page.left)
     print(f"{report}\n{folder_of(report)}\n{given.images}\n{readme}")
 
 

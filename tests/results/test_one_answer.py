@@ -45,7 +45,7 @@ pytest.importorskip("vl_convert")
 import gallery_captions as captions
 
 from attnbench.report.html.cells import pack, unpack, winner_rows
-from attnbench.report.html.page import Page, PageSection, collect_standings, compose, summarise
+from attnbench.report.html.page import Page, PageSection, compose, summarise
 from attnbench.report.html.views import side_by_side
 from attnbench.report.summaries import performance, summary_text
 
@@ -131,7 +131,7 @@ def page_rows(page: Page, number: int) -> list[dict[str, Any]]:
 def check_page(page: Page) -> None:
     """Markdown, summaries and advice of a page say what its map says."""
     told = summarise(page)
-    parts = collect_standings(page)
+    parts = page.parts
     text = " ".join(summary_text(parts, performance(parts)).split())
     for number, part in enumerate(page.parts):
         rows = page_rows(page, number)
@@ -164,7 +164,7 @@ def check_page(page: Page) -> None:
 
 def check_speedups(part: PageSection, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
     """A category of a speed-up, on the page and in the documents, calls tied what the ranking calls tied."""
-    named = {one.title: one for one in collect_standings(Page([], [part], [], []))}
+    named = {one.title: one for one in [part]}
     for row in performance(list(named.values()))["speedups"]:
         first, ratio = winners.get(row["workload"]), row["ratio"]
         assert (row["category"] in ("no significant difference", "cannot tell")) == (ratio.sign == 0)
@@ -321,7 +321,7 @@ def check_wrong(runs: Sequence[Sequence[Record]], sources: Sequence[NamedRun], p
     told = {
         f"{name} is left out on {counted(n, 'shape')}: a newer run found it incorrect." for name, n in shapes.items()
     }
-    parts = collect_standings(page)
+    parts = page.parts
     speed, chosen = performance(parts), choose(sources)
     summary, (part,) = " ".join(summary_text(parts, speed).split()), page.parts
     texts = [summarise(page).replace("\\", ""), summary, " ".join(part.answer), answer(part.cells.standings)]
@@ -399,7 +399,7 @@ def test_a_command_compares_two_records_once(command: str, monkeypatch: pytest.M
     elif command == "report":
         page = compose([source(*records)])
         summarise(page)
-        performance(collect_standings(page))
+        performance(page.parts)
     else:
         choose([named_run("run", "2026", records)])
     assert counted

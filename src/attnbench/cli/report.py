@@ -47,7 +47,7 @@ def report(
         raise UsageError(f'the report needs {", ".join(missing)}: pip install "attnbench[report]".')
     from attnbench.report.html.history import NO_HISTORY, find_history
     from attnbench.report.html.images import write_images
-    from attnbench.report.html.page import collect_standings, compose, render, summarise
+    from attnbench.report.html.page import compose, render, summarise
 
     read = read_together(runs or ("latest",))
     paths = list(read)
@@ -72,7 +72,7 @@ def report(
     with write_errors(path, "Choose another place with -o."):
         write_texts({path: text})
     try:
-        texts = write_summaries(collect_standings(page), folder, page.left)
+        texts = write_summaries(page.parts, folder, page.left)
     except UsageError as error:
         raise UsageError(f"the page was written to {path}, but its summaries were not: {error}") from error
     images = [] if png is None else write_images(page, png)

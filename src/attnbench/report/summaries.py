@@ -63,7 +63,7 @@ class MachineStandings(Struct, frozen=True):
 
     title: str
     standings: Standings
-    answer: Sequence[str]
+    verdicts: Sequence[str]
     """Sentences of the answer, without those about wrong results."""
     advice: Sequence[Recommendation]
 
@@ -332,7 +332,7 @@ def _blocks(part: MachineStandings, speed: Document, titled: bool, wrong: bool) 
     told = [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
     older = setback_sentences(part.standings.setbacks)
     yield SummarySection("", [*(told if len(told) <= MOST_WRONG else [_all_wrong(shown)]), *older], MOST_LINES)
-    yield SummarySection("", part.answer, ANSWER)
+    yield SummarySection("", part.verdicts, ANSWER)
 
     def pick_words(pick: Pick) -> str:
         others = "".join([f" = {name}" for name in pick.same] + [f" ≈ {pick.equal}"] * bool(pick.equal))

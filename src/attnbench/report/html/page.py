@@ -61,12 +61,10 @@ MOST_REASONS = 20
 HEADING = "| shape | fastest | time | next best | regret |\n| --- | --- | ---: | --- | ---: |"
 
 
-class PageSection(Struct, frozen=True):
-    """A section with its views and sentences."""
+class PageSection(MachineStandings, frozen=True):
+    """A section with its views and sentences; its title names the runs if another section has the same words."""
 
     section: Section
-    title: str
-    """Device and versions, and the runs if another section has the same words."""
     cells: Cells
     views: list[View]
     headline: list[Recommendation]
@@ -77,18 +75,12 @@ class PageSection(Struct, frozen=True):
     """A sentence for each implementation with wrong results, and for each whose older times a newer run contradicts."""
     not_run: str
     """Number of cells that did not run and why, in one line; empty if all ran."""
-    advice: list[Recommendation]
     notes: list[str]
 
     @property
     def answer(self) -> list[str]:
         """Sentences about wrong results, and the verdicts."""
         return [*self.wrong, *self.verdicts]
-
-    @property
-    def verdicts(self) -> list[str]:
-        """Headline and remarks, sentence by sentence."""
-        return [*(one.text for one in self.headline), *self.remarks]
 
 
 class Page(Struct, frozen=True):
@@ -147,12 +139,9 @@ def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Page
     before, after = wrong_sentences(standings.newest)
     remarks = [] if headline else [answer(standings, wrong=False)]
     wrong = [*before, *after, *setback_sentences(standings.setbacks)]
-    return PageSection(section, title, cells, views, headline, remarks, wrong, describe_not_run(records), advice, notes)
-
-
-def collect_standings(page: Page) -> list[MachineStandings]:
-    """Return the parts of which the summaries beside the page are made."""
-    return [MachineStandings(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
+    verdicts = [*(one.text for one in headline), *remarks]
+    told = (headline, remarks, wrong, describe_not_run(records), notes)
+    return PageSection(title, standings, verdicts, advice, section, cells, views, *told)
 
 
 def render(page: Page) -> str:
