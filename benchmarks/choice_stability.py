@@ -16,12 +16,11 @@ import numpy as np
 from msgspec import structs
 from publishing import publish
 
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.measuring.sampling import summarise
 from attnbench.policy import Policy
 from attnbench.results.records import ANCHOR, is_timed
-from attnbench.results.run_file import read_run
+from attnbench.results.run_file import Header, NamedRun, Run, read_run
 from attnbench.spec import Ok, Record
 
 DRAWS = 20
@@ -34,7 +33,8 @@ def measured(path: Path) -> list[Record]:
 
 
 def chosen(records: Sequence[Record]) -> Policy:
-    return choose([CandidateRun("run", "", records)]).policy
+    run = Run(Header(schema=1, attnbench="", created=""), {}, tuple(records))
+    return choose([NamedRun("run", run)]).policy
 
 
 def picks(policy: Policy) -> Picks:

@@ -21,11 +21,10 @@ from attnbench.files import write_texts
 from attnbench.report.html.charts import VEGA_LITE, Chart
 from attnbench.report.html.history import find_history
 from attnbench.report.html.images import drawable
-from attnbench.report.html.page import Page, PageSection, collect_standings, compose, render
-from attnbench.report.html.sections import ReportedRun
+from attnbench.report.html.page import Page, PageSection, compose, render
 from attnbench.report.summaries import folder_of, write_summaries
 from attnbench.results.records import is_timed
-from attnbench.results.run_file import read_run
+from attnbench.results.run_file import NamedRun, read_run
 
 ROOT = Path(__file__).parents[1]
 AGAIN = "-again"
@@ -35,14 +34,14 @@ SHOWN = "grid-gpu-device-time.jsonl"
 report has them all."""
 
 
-def read(folder: Path, again: bool = False) -> list[ReportedRun]:
+def read(folder: Path, again: bool = False) -> list[NamedRun]:
     """The runs of a folder, the oldest first, or their repetitions, each of which would take the place of a run."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if path.stem.endswith(AGAIN) == again]
-    sources = [ReportedRun(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
+    sources = [NamedRun(path.name, read_run(path), path.relative_to(ROOT).as_posix()) for path in paths]
     return sorted(sources, key=lambda source: source.run.header.created)
 
 
-def page_of(sources: Sequence[ReportedRun], again: Sequence[ReportedRun] = ()) -> Page:
+def page_of(sources: Sequence[NamedRun], again: Sequence[NamedRun] = ()) -> Page:
     """Of the runs; a repetition is a point of the history and nothing else."""
     ordered = sorted([*sources, *again], key=lambda source: source.run.header.created)
     return compose(sources, history=find_history(ordered, {}))
@@ -117,7 +116,7 @@ def main() -> None:
     draw(page, given.images)
     report = given.runs / "report.html"
     write_texts({report: render(page), readme: text})
-    write_summaries(collect_standings(page), folder_of(report), page.left)
+    write_summaries(page.parts, folder_of(report), page.left)
     print(f"{report}\n{folder_of(report)}\n{given.images}\n{readme}")
 
 

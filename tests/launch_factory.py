@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from attnbench.comparing.statistics import Decision, decide, published
-from attnbench.comparison import Block, Comparison, Launch
+from attnbench.comparing.statistics import Decision, _as_estimate, _evidence, decide, published
+from attnbench.comparison import FLOOR, Block, Comparison, Estimate, Launch
 
 METRICS = ("wall", "cpu")
 CALL_NS = 8e6
@@ -106,3 +106,8 @@ def comparison(decision: Decision, **fields: object) -> Comparison:
         "estimates": decision.estimates,
     }
     return Comparison(**(made | fields))  # type: ignore[arg-type]
+
+
+def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR) -> Estimate:
+    """The ratio by one metric; each bound of an interval errs with probability alpha."""
+    return _as_estimate(_evidence(launches, metric, alpha), metric, floor)

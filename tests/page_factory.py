@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from record_factory import CPU, incorrect, noisy, ok, unsupported, workload
 
-from attnbench.report.html.sections import ReportedRun, Section, gather
-from attnbench.results.run_file import Header, Run
+from attnbench.report.html.sections import Section, gather
+from attnbench.results.run_file import Header, NamedRun, Run
 from attnbench.spec import Environment, Ok, Record
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ BREAKER = "</script><script>alert(2)</script><!--"
 JAX = msgspec.structs.replace(CPU, framework="jax", packages={"jax": "0.10.2"})
 
 
-def source(*records: Record, name: str = "run.jsonl", created: str = "2026-01-01T00:00:00+00:00") -> ReportedRun:
+def source(*records: Record, name: str = "run.jsonl", created: str = "2026-01-01T00:00:00+00:00") -> NamedRun:
     header = Header(schema=1, attnbench="0", created=created, suite="quick")
-    return ReportedRun(name, Run(header, {}, records))
+    return NamedRun(name, Run(header, {}, records))
 
 
 def timed(name: str, median: float, q_len: int = 128, environment: Environment = CPU, **fields) -> Ok:

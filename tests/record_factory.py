@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from attnbench import masks
-from attnbench.spec import Cost, Environment, Errors, Incorrect, Memory, Ok, Time, Unsupported, VerifiedAt, Workload
+from attnbench.comparing.history import HistoryFile
+from attnbench.results.advice import Recommendation
+from attnbench.results.recommend import advise
+from attnbench.results.records import device_of
+from attnbench.results.run_file import Header, NamedRun, Run
+from attnbench.results.standings import Standings
+from attnbench.spec import (
+    Cost,
+    Environment,
+    Errors,
+    Incorrect,
+    Memory,
+    Ok,
+    Record,
+    Time,
+    Unsupported,
+    VerifiedAt,
+    Workload,
+)
 
 CPU = Environment(
     device="cpu",
@@ -74,3 +92,23 @@ def unsupported(name: str, reason: str, on: Workload | None = None) -> Unsupport
 
 def incorrect(name: str, reason: str, on: Workload | None = None, **fields: Any) -> Incorrect:
     return Incorrect(implementation=name, workload=on or workload(), reason=reason, environment=CPU, **fields)
+
+
+def named_run(name: str, created: str, records: Sequence[Record], dates: Sequence[str] = ()) -> NamedRun:
+    """A run file of these records, as if it had been read."""
+    header = Header(schema=1, attnbench="", created=created)
+    return NamedRun(name, Run(header, {}, tuple(records), dates=tuple(dates)))
+
+
+def history_file(created: str, records: Sequence[Record], places: Mapping[str, str] = {}) -> HistoryFile:
+    return HistoryFile(named_run("", created, records).run, places)
+
+
+def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
+    """The advice that runs support, the oldest run first, device by device."""
+    devices = dict.fromkeys(device_of(record) for run in runs for record in run)
+    return [
+        one
+        for device in devices
+        for one in advise(Standings([[r for r in run if device_of(r) == device] for run in runs], against))
+    ]

@@ -106,9 +106,9 @@ def test_every_view_and_chart_is_explained():
     pytest.importorskip("altair")
     pytest.importorskip("jinja2")
     from attnbench.report.html.page import compose
-    from attnbench.report.html.sections import ReportedRun
+    from attnbench.results.run_file import NamedRun
 
-    sources = [ReportedRun(path.name, read_run(path)) for path in (RUN, ROOT / "results" / "cpu" / "quick.jsonl")]
+    sources = [NamedRun(path.name, read_run(path)) for path in (RUN, ROOT / "results" / "cpu" / "quick.jsonl")]
     views = [view for part in compose(sources).parts for view in part.views]
     headings = set(re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE))
     assert {view.title for view in views} <= headings

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from attnbench.errors import BrokenFile, UsageError
+from attnbench.errors import BrokenFile, UnknownName, UsageError
 from attnbench.files import line_of, read_toml
 
 PREFIX = "ATTNBENCH_"
@@ -85,13 +85,21 @@ NAMES = Settings.__struct_fields__
 def load_settings(
     overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Settings:
-    """Return the settings in force; an override that is None was not given."""
+    """Return the settings in force; an override that is None was not given. A variable with our prefix whose name looks
+    misspelt is refused."""
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     from_file = _file_settings((cwd or Path.cwd()).resolve())
-    from_environment = _environment_settings(os.environ if environ is None else environ)
+    variables = os.environ if environ is None else environ
+    found = {key.removeprefix(PREFIX).lower(): value for key, value in variables.items() if key.startswith(PREFIX)}
+    for name in found:
+        if name not in NAMES and get_close_matches(name, NAMES, cutoff=0.8):
+            raise UnknownName("variable", f"{PREFIX}{name.upper()}", [f"{PREFIX}{one.upper()}" for one in NAMES], "")
+    known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
+    known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
+    from_environment = _converted(known, "the environment", strict=False)
     for name in given:
         if name not in NAMES:
-            raise UsageError(_unknown(name, "option"))
+            raise UnknownName("option", name, NAMES, "")
     return Settings(**(from_file | from_environment | _converted(given, "the command line")))
 
 
@@ -108,24 +116,6 @@ def _converted(values: Mapping[str, Any], where: str, strict: bool = True) -> di
                 why = f"it is one of {', '.join(choices)}"
             raise UsageError(f"setting {name} = {value!r} in {where} is wrong: {why}.") from error
     return converted
-
-
-def _unknown(name: str, what: str) -> str:
-    near = get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(NAMES)}."
-    return f'there is no {what} "{name}": {hint}'
-
-
-def _environment_settings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that variables name; refuse a variable with our prefix if its name looks misspelt."""
-    found = {key.removeprefix(PREFIX).lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
-    for name in found:
-        near = get_close_matches(name, NAMES, n=1, cutoff=0.8)
-        if near and name not in NAMES:
-            raise UsageError(f'there is no variable "{PREFIX}{name.upper()}": did you mean {PREFIX}{near[0].upper()}?')
-    known: dict[str, Any] = {name: value for name, value in found.items() if name in NAMES and value != ""}
-    known |= {name: known[name].split(separator) for name, separator in SEPARATORS.items() if name in known}
-    return _converted(known, "the environment", strict=False)
 
 
 def _file_settings(folder: Path) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     for name, value in table.items():
         line = line_of(text, name, after=header or 0)
         if name not in NAMES:
-            raise BrokenFile(path, line, _unknown(name, "setting"))
+            raise BrokenFile(path, line, str(UnknownName("setting", name, NAMES, "")))
         try:
             settings |= _converted({name: value}, "this file")
         except UsageError as error:

@@ -128,7 +128,11 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         text = read_content(path, LARGEST_TOML).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BrokenFile(path, None, f"cannot be read: {error}") from error
-    _check_keys(path, text)
+    # Dotted keys of very many parts are refused: Python's parser spends the square of their number on them.
+    bare = _TOML_TEXT.sub(lambda found: "s" + "\n" * found[0].count("\n"), text)
+    for found in _TOML_KEY.finditer(bare):
+        if found[0].count(".") > DEEPEST:
+            raise BrokenFile(path, bare.count("\n", 0, found.start()) + 1, f"a key of more than {DEEPEST} parts.")
     try:
         table = tomllib.loads(text)
     except RecursionError as error:
@@ -150,14 +154,6 @@ def lines_of(text: str, key: str) -> Iterator[int]:
     """Return the numbers of the lines that set the key or open a table of that name."""
     pattern = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*[=.]|^\s*\[+\s*{re.escape(key)}\s*\]+""")
     return (number for number, line in enumerate(text.splitlines(), start=1) if pattern.match(line))
-
-
-def _check_keys(path: Path, text: str) -> None:
-    """Refuse dotted keys of very many parts, on which Python's parser spends the square of their number."""
-    bare = _TOML_TEXT.sub(lambda found: "s" + "\n" * found[0].count("\n"), text)
-    for found in _TOML_KEY.finditer(bare):
-        if found[0].count(".") > DEEPEST:
-            raise BrokenFile(path, bare.count("\n", 0, found.start()) + 1, f"a key of more than {DEEPEST} parts.")
 
 
 def _check_values(path: Path, table: dict[str, Any]) -> None:

@@ -224,9 +224,9 @@ def fast_enough(comparison: Comparison, at_most: float | None) -> bool | None:
 
 def _outcome_text(record: Record) -> str:
     from attnbench.printable import printable, printable_lines
+    from attnbench.results.records import outcome_text
 
-    status = record.status.replace("_", " ")
-    text = printable(f"{record.implementation} on {record.workload.title}: {status}: {record.reason}")
+    text = printable(f"{record.implementation} on {record.workload.title}: {outcome_text(record)}")
     detail = getattr(record, "detail", "")
     return text + (f"\n{printable_lines(detail)}" if detail else "")
 

@@ -215,7 +215,17 @@ def _device_name(device: Any) -> str | None:
 
 
 def _carry_out(request: Request) -> Results:
-    _check(request)
+    """Check a request from Python, run it, and return its records without the anchors."""
+    check_seconds("budget_s", request.budget_s)
+    if request.trials is not None and (type(request.trials) is not int or request.trials < 1):
+        raise UsageError(f"trials must be a whole number of at least 1, not {request.trials!r}.")
+    if not request.implementations:
+        raise UsageError("no implementation was given: name at least one.")
+    for workload in request.workloads:
+        if not isinstance(workload, Workload):
+            raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
+    if request.framework not in frameworks.NAMES:
+        raise UnknownName("framework", request.framework, frameworks.NAMES, "attnbench doctor")
     if os.environ.get("ATTNBENCH_WORKER"):
         raise UsageError("a worker cannot start a run: guard the call with `if __name__ == '__main__':`.")
     records = Results()
@@ -227,19 +237,6 @@ def _carry_out(request: Request) -> Results:
             here = structs.replace(request, in_process=True)
             launch(here, records.extend, Listener(), patience_s=LIBRARY_PATIENCE_S)
     return Results(record for record in records if record.implementation not in ANCHORS)
-
-
-def _check(request: Request) -> None:
-    check_seconds("budget_s", request.budget_s)
-    if request.trials is not None and (type(request.trials) is not int or request.trials < 1):
-        raise UsageError(f"trials must be a whole number of at least 1, not {request.trials!r}.")
-    if not request.implementations:
-        raise UsageError("no implementation was given: name at least one.")
-    for workload in request.workloads:
-        if not isinstance(workload, Workload):
-            raise UsageError(f"a workload is an attnbench.Workload, not {type(workload).__name__}.")
-    if request.framework not in frameworks.NAMES:
-        raise UnknownName("framework", request.framework, frameworks.NAMES, "attnbench doctor")
 
 
 def _standing_pool(request: Request) -> Pool | None:

@@ -429,6 +429,11 @@ class Time(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Times of different sittings are not compared, and rounds are paired only if this field is equal.
     """
 
+    @property
+    def half_width(self) -> float | None:
+        """Half the width of the interval as a share of the median; None without an interval."""
+        return None if self.ci95_ns is None else (self.ci95_ns[1] - self.ci95_ns[0]) / 2 / self.median_ns
+
 
 class Memory(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Peak extra bytes of one call beyond its inputs."""

@@ -11,10 +11,10 @@ from choice_stability import agreement, measured
 from length_factory import GPU, along
 from msgspec import structs
 from policy_factory import entry, policy
-from record_factory import CPU, incorrect, ok, timing, unsupported, workload
+from record_factory import CPU, incorrect, named_run, ok, timing, unsupported, workload
 
 from attnbench import masks
-from attnbench.choosing.candidates import CandidateRun, Ground
+from attnbench.choosing.candidates import Ground
 from attnbench.choosing.choose import Chosen, choose, fixed_losses, policy_loss
 from attnbench.choosing.text import document
 from attnbench.errors import UnknownName
@@ -35,7 +35,7 @@ def timed(name: str, ns: float, seed: int = 0, spread: float = 0.01, q_len: int 
 
 
 def chosen(*records: Record, **constraints) -> Chosen:
-    return choose([CandidateRun("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
+    return choose([named_run("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
 
 
 def picks(found: Chosen | Policy) -> dict[int, str]:
@@ -94,7 +94,7 @@ class TestBest:
     def test_what_may_not_be_chosen(self):
         found = choose(
             [
-                CandidateRun(
+                named_run(
                     "run",
                     "2026",
                     [
@@ -273,7 +273,7 @@ class TestConstraints:
             chosen(*self.records, forbid=("torch.slw",))
 
     def test_what_is_known_may_be_forbidden_though_no_run_holds_it(self):
-        source = CandidateRun("run", "", self.records)
+        source = named_run("run", "", self.records)
         assert picks(choose([source], Constraints(forbid=("torch.flex",)), known=["torch.flex"])) == {128: "torch.fast"}
         with pytest.raises(UnknownName):
             choose([source], Constraints(only=("torch.flex",)), known=["torch.flex"])
@@ -283,7 +283,7 @@ class TestConstraints:
         assert chosen(*self.records, elsewhere, only=("jax",)).unchosen == ()
 
     def test_what_sweeps_leave_out_may_be_asked_for(self):
-        source = CandidateRun("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
+        source = named_run("run", "", [timed("torch.ring", 1e3), timed("torch.eager", 1e6)])
         reasons = {"torch.ring": "by name only"}
         assert picks(choose([source], Constraints(only=("torch.ring",)), reasons)) == {128: "torch.ring"}
         assert picks(choose([source], Constraints(only=("torch",)), reasons)) == {128: "torch.eager"}
@@ -291,8 +291,8 @@ class TestConstraints:
 
 class TestRuns:
     def test_runs_are_never_mixed(self):
-        first = CandidateRun("a", "2026-01-01", [timed("torch.eager", 4e6), timed("torch.flex", 2e6)])
-        later = CandidateRun("b", "2026-01-02", [timed("torch.sdpa", 1.95e6)])
+        first = named_run("a", "2026-01-01", [timed("torch.eager", 4e6), timed("torch.flex", 2e6)])
+        later = named_run("b", "2026-01-02", [timed("torch.sdpa", 1.95e6)])
         for sources in ([first, later], [later, first]):
             (entry,) = choose(sources).policy.entries
             assert (entry.use.implementation, entry.use.candidates) == ("torch.flex", 2)
@@ -309,7 +309,7 @@ class TestRuns:
     )
     def test_of_runs_that_share_nobody_the_clearly_faster_counts_else_the_larger(self, old, new, expected):
         sources = [
-            CandidateRun(day, day, [timed(name, ns) for name, ns in run.items()])
+            named_run(day, day, [timed(name, ns) for name, ns in run.items()])
             for day, run in (("2026-01-01", old), ("2026-01-02", new))
         ]
         (entry,) = choose(sources).policy.entries
@@ -318,14 +318,14 @@ class TestRuns:
     def test_times_of_two_clocks_say_nothing(self):
         fast = ok("torch.fa3", time=timing([1e3] * 30, clock="graph"))
         sources = [
-            CandidateRun("a", "2026-01-01", [timed("torch.eager", 4e6)]),
-            CandidateRun("b", "2026-01-02", [fast]),
+            named_run("a", "2026-01-01", [timed("torch.eager", 4e6)]),
+            named_run("b", "2026-01-02", [fast]),
         ]
         assert picks(choose(sources)) == {128: "torch.eager"}
 
     def test_a_newer_run_with_those_that_led_counts(self):
-        first = CandidateRun("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 9e6)])
-        later = CandidateRun("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
+        first = named_run("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 2e6), timed("torch.c", 9e6)])
+        later = named_run("b", "2026-01-02", [timed("torch.a", 3e6), timed("torch.b", 2e6)])
         assert picks(choose([first, later])) == {128: "torch.b"}
 
     @pytest.mark.parametrize(
@@ -335,17 +335,17 @@ class TestRuns:
     def test_one_that_led_may_be_there_by_another_name_of_its_kernel(self, kernels, twin_ns, chosen):
         """Of the older run the newer has torch.twin, not torch.b: good enough if both were one kernel, and as fast."""
         led = [timed("torch.a", 1e6, kernels=("a",)), timed("torch.b", 1.2e6, kernels=("k",))]
-        first = CandidateRun("a", "2026-01-01", [*led, timed("torch.twin", twin_ns, kernels=kernels)])
+        first = named_run("a", "2026-01-01", [*led, timed("torch.twin", twin_ns, kernels=kernels)])
         twin = timed("torch.twin", twin_ns, kernels=kernels)
         again = [timed("torch.a", 1e6), twin, timed("torch.new", 0.95e6)]
-        assert picks(choose([first, CandidateRun("b", "2026-01-02", again)])) == {128: chosen}
+        assert picks(choose([first, named_run("b", "2026-01-02", again)])) == {128: chosen}
 
     @pytest.mark.parametrize("kernels", [("fallback",), None])
     def test_a_twin_that_ran_another_kernel_later_speaks_for_nobody(self, kernels):
         slow = timed("torch.eager", 3e6)
         old = [timed("torch.fa3", 1e6, kernels=("k",)), timed("torch.sdpa", 1e6, kernels=("k",)), slow]
         new = [timed("torch.sdpa", 2.9e6, kernels=kernels), slow]
-        assert picks(choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)])) == {
+        assert picks(choose([named_run("a", "2026-01-01", old), named_run("b", "2026-01-02", new)])) == {
             128: "torch.fa3"
         }
 
@@ -355,14 +355,14 @@ class TestRuns:
         slow = timed("torch.eager", 9e6)
         old = [timed("torch.fa3", 1e6, **noise), timed("torch.sdpa", 1.2e6, **noise), slow]
         new = [timed("torch.sdpa", 1.2e6, kernels=("k",)), slow]
-        (entry,) = choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)]).policy.entries
+        (entry,) = choose([named_run("a", "2026-01-01", old), named_run("b", "2026-01-02", new)]).policy.entries
         assert {entry.use.label, entry.use.alternatives[0].label} == {"torch.fa3", "torch.sdpa"}
 
     @pytest.mark.parametrize("faster, chosen", [(1.05, "torch.a"), (1.3, "torch.d")])
     def test_a_newcomer_counts_if_it_is_clearly_ahead_by_what_both_runs_have(self, faster, chosen):
         """The second machine is half as fast: only ratios to torch.c, which is in both, may speak."""
-        first = CandidateRun("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
-        later = CandidateRun("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
+        first = named_run("a", "2026-01-01", [timed("torch.a", 1e6), timed("torch.b", 1.2e6), timed("torch.c", 9e6)])
+        later = named_run("b", "2026-01-02", [timed("torch.c", 18e6), timed("torch.d", 2e6 / faster)])
         assert picks(choose([first, later])) == {128: chosen}
 
     def test_what_a_newer_run_found_incorrect_is_left_out_on_its_device(self):
@@ -371,8 +371,8 @@ class TestRuns:
             timed(name, ns, environment=at) for at in (CPU, GPU) for name, ns in (("torch.a", 1e6), ("torch.b", 2e6))
         ]
         sources = [
-            CandidateRun("b", "2026-01-02", [incorrect("torch.a", "wrong")]),
-            CandidateRun("a", "2026-01-01", both),
+            named_run("b", "2026-01-02", [incorrect("torch.a", "wrong")]),
+            named_run("a", "2026-01-01", both),
         ]
         found = choose(sources)
         assert {place.device: place.entries[0].use.label for place in found.policy.places} == {
@@ -381,7 +381,7 @@ class TestRuns:
         }
         assert [(one.record, one.is_wrong) for one in found.setbacks] == [(both[0], True)]
         assert choose(sources, Constraints(forbid=("torch.a",))).setbacks == ()
-        again = CandidateRun("c", "2026-01-03", [timed("torch.a", 1e6)])
+        again = named_run("c", "2026-01-03", [timed("torch.a", 1e6)])
         assert choose([*sources, again]).setbacks == ()
 
     @pytest.mark.parametrize("fields", [
@@ -396,21 +396,21 @@ class TestRuns:
             return [timed("torch.a", 1e6, environment=at), timed("torch.b", 2e6, environment=at)]
 
         runs = (both(here), [wrong], both(there))
-        found = choose([CandidateRun(str(day), f"2026-01-0{day}", run) for day, run in enumerate(runs, start=1)])
+        found = choose([named_run(str(day), f"2026-01-0{day}", run) for day, run in enumerate(runs, start=1)])
         picked = [found.policy.choice(workload(), "torch", at) for at in (here, there)]
         assert [one and one.implementation for one in picked] == ["torch.b", "torch.a"]
         assert [(one.record, one.right_elsewhere) for one in found.setbacks] == [(runs[0][0], True)]
 
     def test_what_was_found_incorrect_at_a_shape_is_not_chosen_for_it_by_its_neighbours(self):
-        first = CandidateRun("a", "2026-01-01", [
+        first = named_run("a", "2026-01-01", [
             timed("torch.fa4", 1e6, q_len=256), timed("torch.eager", 3e6, q_len=256), timed("torch.fa4", 2e6, q_len=512)
         ])  # fmt: skip
-        later = CandidateRun("b", "2026-01-02", [incorrect("torch.fa4", "wrong", workload(512))])
+        later = named_run("b", "2026-01-02", [incorrect("torch.fa4", "wrong", workload(512))])
         found = choose([first, later]).policy
         chosen = [found.choice(workload(n), "torch", CPU) for n in (256, 512)]
         assert [one and one.implementation for one in chosen] == ["torch.fa4", "torch.eager"]
         assert [(one.measured, one.incorrect) for one in found.places[0].barred] == [(workload(512).id, ("torch.fa4",))]
-        again = CandidateRun("c", "2026-01-03", [timed("torch.fa4", 2e6, q_len=512)])
+        again = named_run("c", "2026-01-03", [timed("torch.fa4", 2e6, q_len=512)])
         assert choose([first, later, again]).policy.places[0].barred == ()
 
     def test_what_is_incorrect_at_one_scale_is_chosen_at_none(self):
@@ -443,11 +443,11 @@ class TestRuns:
         lost = Failed(implementation="torch.a", workload=workload(), reason="boom", environment=CPU)
         old = [timed("torch.a", 1e6), timed("torch.b", 2e6)]
         near, ahead = [lost, timed("torch.b", 2e6)], [lost, timed("torch.b", 2e6), timed("torch.c", 0.5e6)]
-        first = CandidateRun("a", "2026-01-01", old)
-        found = choose([first, CandidateRun("b", "2026-01-02", near)])
+        first = named_run("a", "2026-01-01", old)
+        found = choose([first, named_run("b", "2026-01-02", near)])
         assert picks(found) == {128: "torch.a"}
         assert [(one.record, one.newer) for one in found.setbacks] == [(old[0], lost)]
-        found = choose([first, CandidateRun("b", "2026-01-02", ahead)])
+        found = choose([first, named_run("b", "2026-01-02", ahead)])
         assert (picks(found), found.setbacks) == ({128: "torch.c"}, ())
 
     def test_newer_is_what_was_measured_later_not_what_is_in_the_newer_file(self):
@@ -455,14 +455,14 @@ class TestRuns:
         resumed = [timed("torch.a", 1e6), timed("torch.a", 6e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
         newer = [timed("torch.a", 2e6, q_len=256), timed("torch.b", 3e6, q_len=256)]
         sources = [
-            CandidateRun("a", "2026-01-01", resumed, ("2026-01-01", "2026-11-19", "2026-11-19")),
-            CandidateRun("b", "2026-02-01", newer),
+            named_run("a", "2026-01-01", resumed, ("2026-01-01", "2026-11-19", "2026-11-19")),
+            named_run("b", "2026-02-01", newer),
         ]
         assert picks(choose(sources)) == {128: "torch.a", 256: "torch.b"}
-        assert picks(choose([structs.replace(sources[0], dates=()), sources[1]])) == {128: "torch.a", 256: "torch.a"}
+        assert picks(choose([named_run("a", "2026-01-01", resumed), sources[1]])) == {128: "torch.a", 256: "torch.a"}
 
     def test_shapes_of_several_runs_come_together(self):
-        sources = [CandidateRun(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
+        sources = [named_run(f"{n}", f"2026-01-0{n}", [timed("torch.a", 1e6, q_len=64 * n)]) for n in (1, 2)]
         (place,) = choose(sources).policy.places
         assert [entry.at.q_len for entry in place.entries] == [64, 128]
         assert (place.runs, place.made) == (("1", "2"), "2026-01-02")
@@ -510,7 +510,7 @@ def test_crossings_carry_an_interval():
 
 def test_one_run_gives_one_text(tmp_path: Path):
     records = read_run(ROOT / "results" / "cpu" / "quick.jsonl").records
-    texts = {policy_text(choose([CandidateRun("quick", "2026", found)]).policy) for found in (records, records[::-1])}
+    texts = {policy_text(choose([named_run("quick", "2026", found)]).policy) for found in (records, records[::-1])}
     assert len(texts) == 1
     path = tmp_path / "policy.json"
     path.write_text(texts.pop())
@@ -521,7 +521,7 @@ def test_one_run_gives_one_text(tmp_path: Path):
 def ground() -> Ground:
     eager = along("torch.eager", lambda n: 10.0 * n, (128, 512, 2048), environment=CPU)
     sdpa = along("torch.sdpa", lambda n: 4000.0 + 2 * n, (512, 2048), seed=1, environment=CPU)
-    (found,) = choose([CandidateRun("run", "", [*eager, *sdpa])]).grounds
+    (found,) = choose([named_run("run", "", [*eager, *sdpa])]).grounds
     return found
 
 
@@ -558,7 +558,7 @@ def test_two_versions_on_one_machine_are_two_keys_of_a_document():
     for day, version in enumerate(("2.11", "2.13"), 1):
         where = structs.replace(CPU, packages={"torch": version})
         records = [timed(name, ns, environment=where) for name, ns in (("torch.sdpa", 1e6), ("torch.eager", 2e6))]
-        runs.append(CandidateRun(f"{version}.jsonl", f"2026-01-0{day}", records))
+        runs.append(named_run(f"{version}.jsonl", f"2026-01-0{day}", records))
     found = choose(runs, Constraints())
     assert len(found.policy.places) == 2
     told: Any = document(found, None)["on_grid"]

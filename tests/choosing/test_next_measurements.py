@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from length_factory import along
+from record_factory import named_run
 
 from attnbench import masks
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, choose
 from attnbench.choosing.next_measurements import batch, proposals
 from attnbench.spec import Record
@@ -15,7 +15,7 @@ FAST = {"name": "torch.sdpa", "ns": lambda n: 4000.0 + 2 * n, "seed": 1}
 
 
 def made(*records: list[Record]) -> Chosen:
-    return choose([CandidateRun("run", "", [one for part in records for one in part])])
+    return choose([named_run("run", "", [one for part in records for one in part])])
 
 
 def none(name: str, workload: object) -> list[str]:

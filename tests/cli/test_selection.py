@@ -8,7 +8,7 @@ import pytest
 
 from attnbench import registry
 from attnbench.cli import execute
-from attnbench.cli.inputs import loadable_names, swept_names
+from attnbench.cli.options import loadable_names, swept_names
 
 
 @pytest.mark.torch

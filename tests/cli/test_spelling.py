@@ -6,7 +6,7 @@ import pytest
 from record_factory import workload
 
 from attnbench import masks
-from attnbench.cli.inputs import spell_workload
+from attnbench.cli.options import spell_workload
 
 SPELLED = [
     workload(),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from record_factory import noisy, ok, workload
+from record_factory import history_file, noisy, ok, workload
 
 from attnbench.comparing.baselines import save
 from attnbench.comparing.gate_cases import judge
-from attnbench.comparing.history import HistoryFile, gather
+from attnbench.comparing.history import gather
 from attnbench.comparing.stored import SAME_MEASUREMENT, cases_of_runs, check_comparable
 from attnbench.comparison import Case
 from attnbench.results.run_file import RunWriter, new_header, read_run
@@ -120,15 +120,15 @@ def test_the_turn_of_a_heavy_cell_needs_anchors_of_that_turn():
     turn = f"{MORNING}+1"
     light = [at(MORNING, "torch.x", 1e6), *anchors(MORNING)]
     heavy = [at(turn, "torch.y", 4e6, 2), *anchors(turn, 1.1, 9)]
-    ((x, y), excluded) = gather([HistoryFile("1", [*light, *heavy])])
+    ((x, y), excluded) = gather([history_file("1", [*light, *heavy])])
     assert excluded == []
     assert exp(y.points[0].value - x.points[0].value) == pytest.approx(4 / 1.1, rel=0.02)
-    _, excluded = gather([HistoryFile("1", [*light, heavy[0]])])
+    _, excluded = gather([history_file("1", [*light, heavy[0]])])
     assert [one.reason for one in excluded] == ["its run has no anchors of its sitting"]
 
 
 def test_history_takes_each_point_from_its_own_sitting(resumed: list[Record]):
-    series, excluded = gather([HistoryFile("1", resumed)])
+    series, excluded = gather([history_file("1", resumed)])
     values = {one.key.implementation: exp(one.points[0].value) for one in series}
     assert excluded == []
     anchor = (2e6 * 5e6) ** 0.5

@@ -7,7 +7,7 @@ from math import exp, log
 import msgspec
 import numpy as np
 import pytest
-from record_factory import CPU, ok, unsupported, workload
+from record_factory import CPU, history_file, ok, unsupported, workload
 
 from attnbench.comparing import history
 from attnbench.comparing.history import (
@@ -32,13 +32,14 @@ def source(commit: str, time: float, machine: float = 1.0, created: str = "", **
     anchors = [
         ok(name, [ns * machine] * 3, environment=environment) for name, ns in zip(NAMES, (1e5, 4e5), strict=True)
     ]
-    return HistoryFile(created or f"2026-01-01T00:00:{ord(commit[-1]) if commit else 0:02d}", [cell, *anchors])
+    return history_file(created or f"2026-01-01T00:00:{ord(commit[-1]) if commit else 0:02d}", [cell, *anchors])
 
 
 def test_a_point_has_the_date_of_its_record_and_not_of_its_file():
     """A cell that `--resume` added in June to a file of January is newer than a run of March."""
     january, march = source("", 1e6, created="2026-01-01"), source("", 2e6, created="2026-03-01")
-    resumed = msgspec.structs.replace(january, dates=["2026-06-01"] * len(january.records))
+    dates = ("2026-06-01",) * len(january.run.records)
+    resumed = HistoryFile(msgspec.structs.replace(january.run, dates=dates))
     (series,), _ = gather([resumed, march])
     assert [point.created for point in series.points] == ["2026-03-01", "2026-06-01"]
 
@@ -100,7 +101,7 @@ def test_a_run_with_uncommitted_changes_stands_for_no_commit():
 def test_functions_of_one_name_and_two_files_are_two_series():
     def of(place: str, time: float) -> HistoryFile:
         made = source("a", time, created=f"{place} {time}")
-        return HistoryFile(made.created, made.records, {"torch.sdpa": place} if place else {})
+        return HistoryFile(made.run, {"torch.sdpa": place} if place else {})
 
     spelled = [of("alice.py", 1e6), of("./alice.py", 2e6), of("/home/me/alice.py", 3e6), of("", 4e6)]
     (series,), _ = gather(spelled, per_run=True)
@@ -112,10 +113,10 @@ def test_functions_of_one_name_and_two_files_are_two_series():
 
 def test_another_fingerprint_or_clock_starts_another_series():
     runs = [source("a", 1e6), source("b", 1e6), source("c", 1e6, packages={"torch": "2.14"})]
-    cell, *anchors = source("d", 1e6).records
+    cell, *anchors = source("d", 1e6).run.records
     assert cell.time is not None
     other_clock = msgspec.structs.replace(cell, time=msgspec.structs.replace(cell.time, clock="cpu"))
-    runs.append(HistoryFile("9", [other_clock, *anchors]))
+    runs.append(history_file("9", [other_clock, *anchors]))
     series, _ = gather(runs)
     assert sorted(len(one.points) for one in series) == [1, 1, 2]
     assert len({one.key.fingerprint for one in series}) == 2
@@ -143,22 +144,22 @@ def test_another_attnbench_starts_another_series():
 
 def test_anchors_from_another_framework_start_another_series():
     runs = [source("a", 1e6), source("b", 1e6)]
-    cell, *anchors = runs[1].records
+    cell, *anchors = runs[1].run.records
     jax = msgspec.structs.replace(CPU, commit="b", packages={"jax": "0.10"})
-    runs[1] = HistoryFile("2", [cell, *(msgspec.structs.replace(one, environment=jax) for one in anchors)])
+    runs[1] = history_file("2", [cell, *(msgspec.structs.replace(one, environment=jax) for one in anchors)])
     series, _ = gather(runs)
     assert [len(one.points) for one in series] == [1, 1]
 
 
 def test_missing_anchors_exclude_with_a_reason():
-    cell, matmul, copy = source("a", 1e6).records
+    cell, matmul, copy = source("a", 1e6).run.records
     elsewhere = msgspec.structs.replace(copy, workload=workload(256))
-    series, excluded = gather([HistoryFile("1", [cell, matmul, elsewhere, unsupported("torch.fa3", "no")])])
+    series, excluded = gather([history_file("1", [cell, matmul, elsewhere, unsupported("torch.fa3", "no")])])
     assert series == []
     ((cell_id, created, reason),) = [(one.cell, one.created, one.reason) for one in excluded]
     assert (cell_id, created) == (cell.cell.id, "1")
     assert reason == "its run has no anchor.copy for this workload"
-    _, excluded = gather([HistoryFile("1", [cell])])
+    _, excluded = gather([history_file("1", [cell])])
     assert excluded[0].reason == "its run has no anchor.matmul and no anchor.copy for this workload"
 
 

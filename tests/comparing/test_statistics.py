@@ -10,10 +10,10 @@ from math import log1p
 import msgspec
 import numpy as np
 import pytest
-from launch_factory import METRICS, Noise, bimodal, bursty, by_metric, flat, launch, quiet, sequence, swapped
+from launch_factory import METRICS, Noise, bimodal, bursty, by_metric, estimate, flat, launch, quiet, sequence, swapped
 from scipy import stats
 
-from attnbench.comparing.statistics import DRAWS, SEED, decide, estimate, median_draws, published, trimmed_mean
+from attnbench.comparing.statistics import DRAWS, SEED, decide, median_draws, published, trimmed_mean
 from attnbench.comparison import FLOOR, LOOKS, Block, Estimate, Launch
 from attnbench.errors import UsageError
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from launch_factory import METRICS, flat, launch, poisoned, sequence, swapped
+from launch_factory import METRICS, estimate, flat, launch, poisoned, sequence, swapped
 
-from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, estimate, is_overwhelming
+from attnbench.comparing.statistics import Decision, after_fresh_launches, decide, is_overwhelming
 from attnbench.comparison import LOOKS, Launch
 
 HITS = [(side, factor) for side in "ab" for factor in (2.0, 3.0)]

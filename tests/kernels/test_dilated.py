@@ -7,7 +7,7 @@ import pytest
 
 import attnbench as ab
 from attnbench import masks, registry
-from attnbench.cli.inputs import loadable_names
+from attnbench.cli.options import loadable_names
 from attnbench.cli.verify import FAMILY_SPREAD, SPREAD, ShapeOptions, _implementations, _workloads
 from attnbench.errors import Unsupported, UsageError
 from attnbench.kernels.dilated.pieces import DilatedProblem, computed_pairs, pieces, problem_of

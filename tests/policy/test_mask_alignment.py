@@ -12,11 +12,10 @@ from dispatch_problem import here
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_factory import entry, policy
-from record_factory import CPU, ok, workload
+from record_factory import CPU, named_run, ok, workload
 
 import attnbench as ab
 from attnbench import masks
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.masks import AnyMask, MaskShape
 from attnbench.policy import Choice, Constraints, Entry, distance, load_policy, mask_kind, policy_text, shape_of
@@ -98,7 +97,7 @@ def test_a_run_of_both_alignments_gives_an_entry_for_each():
         ok(name, ns * np.linspace(0.999, 1.001, 30), workload(**LONG, mask=masks.causal(align)))
         for (align, name), ns in times.items()
     ]
-    found = choose([CandidateRun("run.jsonl", "2026-01-01", records)], Constraints()).policy
+    found = choose([named_run("run.jsonl", "2026-01-01", records)], Constraints()).policy
     assert {one.at.mask: one.use.implementation for one in found.entries} == {
         "causal": "torch.sdpa",
         "causal (top-left)": "torch.eager",

@@ -24,7 +24,7 @@ from playwright.sync_api import expect
 
 from attnbench.report.html.history import find_history
 from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import ReportedRun
+from attnbench.results.run_file import NamedRun
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 expect.set_options(timeout=30_000)
@@ -67,7 +67,7 @@ def records() -> list[Record]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite=BREAKER)
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render(compose([ReportedRun(HOSTILE, Run(header, {}, tuple(records())))])), encoding="utf-8")
+    path.write_text(render(compose([NamedRun(HOSTILE, Run(header, {}, tuple(records())))])), encoding="utf-8")
     return path
 
 
@@ -234,7 +234,7 @@ def test_a_very_long_name_is_cut_and_its_title_is_whole(browser: Any, tmp_path: 
     found = [ok(one, noisy(ns, seed=3), on=workload(128)) for one, ns in ((name, 1e6), ("torch.b", 2e6))]
     header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="s")
     path = tmp_path / "long.html"
-    path.write_text(render(compose([ReportedRun("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
+    path.write_text(render(compose([NamedRun("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
     opened = Opened(browser, path)
     assert "x" * 100 not in opened.page.locator("body").inner_text()
     assert opened.page.locator("[data-view=length] .legend button").first.get_attribute("title") == name
@@ -247,7 +247,7 @@ def test_nothing_timed_gives_the_reasons_and_no_empty_choice(browser: Any, tmp_p
     found = [unsupported(f"torch.{n}", f"reason {n % 4}.", workload(128)) for n in range(9)]
     header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="s")
     path = tmp_path / "nothing.html"
-    path.write_text(render(compose([ReportedRun("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
+    path.write_text(render(compose([NamedRun("run", Run(header, {}, tuple(found)))])), encoding="utf-8")
     opened = Opened(browser, path)
     answer = opened.page.locator("#answer").inner_text()
     assert "reason 0 (3 cells); reason 1 (2 cells); reason 2 (2 cells)." in answer
@@ -277,7 +277,7 @@ def test_intervals_sort_by_their_low_edge_and_have_no_negative_nought(browser: A
     ]
     path = tmp_path / "growth.html"
     header = Header(schema=1, attnbench="0", created="2026-01-01T00:00:00+00:00", suite="quick")
-    path.write_text(render(compose([ReportedRun("run", Run(header, {}, tuple(made)))])), encoding="utf-8")
+    path.write_text(render(compose([NamedRun("run", Run(header, {}, tuple(made)))])), encoding="utf-8")
     opened = Opened(browser, path)
     opened.page.locator("[data-view=growth-time]").get_by_role("button", name="95 %", exact=True).click()
     headings = opened.headings("growth-time")

@@ -11,19 +11,17 @@ import pytest
 from length_factory import along
 from msgspec import structs
 from page_factory import source
-from record_factory import noisy, ok, timing, unsupported, workload
+from record_factory import named_run, noisy, ok, recommend, timing, unsupported, workload
 from rich.console import Console
 
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing as closing_of_choice
 from attnbench.choosing.text import document as document_of_choice
 from attnbench.cli.run import document
 from attnbench.measuring.rates import BOUND, host_limit, notes_of
 from attnbench.report.terminal import print_cell, print_rankings
-from attnbench.results.exports.table import ExportedRun, rows
-from attnbench.results.recommend import recommend
-from attnbench.results.run_file import new_header, read_run
+from attnbench.results.exports.formats import rows
+from attnbench.results.run_file import NamedRun, Run, new_header, read_run
 from attnbench.results.sentences import closing, count_notes
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
@@ -110,7 +108,7 @@ def test_times_of_kernels_only_show_it_too():
 
 
 def test_exports_hold_the_note():
-    (row,) = rows([ExportedRun("r", new_header("0", "s"), [SLOW])])
+    (row,) = rows([NamedRun("r", Run(new_header("0", "s"), {}, (SLOW,)))])
     assert row["notes"] == LEGEND
 
 
@@ -139,7 +137,7 @@ def test_advice_says_it():
 
 
 def test_a_choice_says_it():
-    chosen = choose([CandidateRun("run", "2026", [SLOW, FINE])])
+    chosen = choose([named_run("run", "2026", [SLOW, FINE])])
     told = (
         "1 of 1 choices is host-limited (torch.dilated): the call takes up to 9.2x the kernel time that was compared."
     )
@@ -150,14 +148,13 @@ def test_a_choice_says_it():
         workload().id,
         pytest.approx(9.24, rel=0.01),
     )
-    fine = choose([CandidateRun("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
+    fine = choose([named_run("run", "2026", [FINE, timed("torch.eager", 5e6, events=5.2e6)])])
     assert "host" not in closing_of_choice(fine)
 
 
 def test_the_page_and_its_markdown_say_it():
     pytest.importorskip("altair")
-    from attnbench.report.html.markdown import summarise
-    from attnbench.report.html.page import compose
+    from attnbench.report.html.page import compose, summarise
 
     page = compose([source(SLOW, FINE)])
     (part,) = page.parts

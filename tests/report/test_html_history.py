@@ -15,19 +15,20 @@ from attnbench.report.html import history
 from attnbench.report.html.cells import make_cells
 from attnbench.report.html.history import NO_HISTORY, find_history, of_section, point_rows, trend_rows
 from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import ReportedRun, gather
+from attnbench.report.html.sections import gather
 from attnbench.report.html.views import View
+from attnbench.results.run_file import NamedRun
 
 pytestmark = pytest.mark.usefixtures("no_bundle")
 
 
-def rows_of(sources: list[ReportedRun], make=point_rows, between=None) -> list[dict]:
+def rows_of(sources: list[NamedRun], make=point_rows, between=None) -> list[dict]:
     (section,) = gather(sources)
     trends = of_section(find_history(sources, {}, between), section)
     return make(trends, make_cells(section).names)
 
 
-def view_of(sources: list[ReportedRun]) -> View:
+def view_of(sources: list[NamedRun]) -> View:
     (part,) = compose(sources, history=find_history(sources, {})).parts
     return next(view for view in part.views if view.name == "history")
 
@@ -52,7 +53,7 @@ def test_cells_that_changed_come_first_and_say_since_when():
     assert second["changes"] is None
 
 
-def moved(run: ReportedRun, **environment) -> ReportedRun:
+def moved(run: NamedRun, **environment) -> NamedRun:
     """The same run with other facts of the environment."""
     records = [
         msgspec.structs.replace(r, environment=msgspec.structs.replace(r.environment, **environment))

@@ -27,8 +27,7 @@ from attnbench.report.html.cells import choose_baselines, make_cells, pack, unpa
 from attnbench.report.html.charts import SYMBOLS, order_labels, ranges
 from attnbench.report.html.images import write_images
 from attnbench.report.html.layout import family_choices, set_beside
-from attnbench.report.html.markdown import summarise
-from attnbench.report.html.page import capital, compose, render, script_json
+from attnbench.report.html.page import capital, compose, render, script_json, summarise
 from attnbench.report.html.sections import gather, name_shapes
 from attnbench.report.html.views import growth_rows
 from attnbench.report.summaries import group_advice

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from length_factory import along, out_of_memory
-from record_factory import incorrect, ok, unsupported, workload
+from record_factory import incorrect, ok, recommend, unsupported, workload
 
 from attnbench.errors import UsageError
 from attnbench.report.summaries import MOST_LINES, WIDTH, MachineStandings, write_summaries
-from attnbench.results.recommend import recommend
 from attnbench.results.run_file import read_run
 from attnbench.results.sentences import closing
 from attnbench.results.standings import Standings

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from length_factory import GPU, LENGTHS, along, timed
-from record_factory import ok, timing
+from record_factory import ok, recommend, timing
 
 from attnbench import masks
 from attnbench.results.advice import Recommendation
 from attnbench.results.by_length import crossover
 from attnbench.results.growth import stores_scores
-from attnbench.results.recommend import recommend
 from attnbench.spec import Record
 
 

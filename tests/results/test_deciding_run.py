@@ -3,10 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 from length_factory import GPU, along
-from record_factory import incorrect, noisy, ok, timing, workload
+from record_factory import incorrect, noisy, ok, recommend, timing, workload
 
 from attnbench.measuring.rates import KERNELS_ONLY
-from attnbench.results.recommend import recommend
 from attnbench.results.records import clock_of, on_one_clock
 from attnbench.results.sentences import closing, speedups
 from attnbench.results.standings import Standings, rank

@@ -22,9 +22,8 @@ from attnbench import masks
 from attnbench.errors import UsageError
 from attnbench.printable import printable
 from attnbench.results.exports.benchmark_tools import timed
-from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-from attnbench.results.exports.table import COLUMNS, ExportedRun, rows
-from attnbench.results.run_file import new_header, read_run
+from attnbench.results.exports.formats import BINARY, COLUMNS, JSON, export_file, export_text, rows
+from attnbench.results.run_file import NamedRun, Run, new_header, read_run
 from attnbench.spec import Cost, Errors, Memory, Ok
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -64,27 +63,29 @@ RECORDS = (
 )
 
 
-def source(records: Sequence[object] = RECORDS, name: str = "run") -> list[ExportedRun]:
-    return [ExportedRun(name, HEADER, records)]  # type: ignore[arg-type]
+def source(records: Sequence[object] = RECORDS, name: str = "run") -> list[NamedRun]:
+    return [NamedRun(name, Run(HEADER, {}, tuple(records)))]  # type: ignore[arg-type]
 
 
 def test_a_row_has_the_date_of_its_record():
-    dated = msgspec.structs.replace(source()[0], dates=[f"2026-06-0{n}" for n in range(1, 6)])
-    assert [row["created"] for row in rows([dated])] == list(dated.dates)
+    [made] = source()
+    dates = tuple(f"2026-06-0{n}" for n in range(1, 6))
+    dated = msgspec.structs.replace(made, run=msgspec.structs.replace(made.run, dates=dates))
+    assert [row["created"] for row in rows([dated])] == list(dates)
     assert {row["created"] for row in rows(source())} == {HEADER.created}
 
 
 @pytest.mark.parametrize("form", sorted(JSON))
 def test_a_time_that_a_newer_run_found_incorrect_is_not_exported(form: str):
     newer = msgspec.structs.replace(HEADER, created="2026-06-01T00:00:00+00:00")
-    found = ExportedRun("new", newer, [incorrect("torch.sdpa", "wrong", TIMED.workload)])
+    found = NamedRun("new", Run(newer, {}, (incorrect("torch.sdpa", "wrong", TIMED.workload),)))
     other = ok("torch.eager", [3e6] * 4)
     texts = [export_text([*source([TIMED, other]), *more], form) for more in ([], [found])]
     assert [TIMED.cell.id in text for text in texts] == [True, False]
     assert all(other.cell.id in text for text in texts)
 
 
-def hostile() -> list[ExportedRun]:
+def hostile() -> list[NamedRun]:
     """Hostile implementation names, reasons and notes."""
     bad = [ok(text, [1e6, 2e6], notes=(text,)) for text in HOSTILE]
     return source([*bad, *(unsupported("torch.fa3", text, workload(8 + i)) for i, text in enumerate(HOSTILE))])
@@ -126,7 +127,7 @@ def test_values_have_the_types_of_their_columns():
 # ---- CSV
 
 
-def read_csv(sources: list[ExportedRun]) -> list[dict[str, str]]:
+def read_csv(sources: list[NamedRun]) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(export_text(sources, "csv"), newline="")))
 
 
@@ -249,7 +250,7 @@ def test_names_stay_on_their_line():
 def test_pytest_benchmark_compares_it(tmp_path: Path):
     pytest.importorskip("pytest_benchmark")
     slower = msgspec.structs.replace(TIMED, time=timing(noisy(4e6, 2)))
-    for name, records in {"one": [TIMED, *hostile()[0].records], "two": [slower]}.items():
+    for name, records in {"one": [TIMED, *hostile()[0].run.records], "two": [slower]}.items():
         export_file(source(records), "pytest-benchmark", tmp_path / f"{name}.json")
     command = [sys.executable, "-m", "pytest_benchmark", "compare", "one.json", "two.json", "--csv=out.csv"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -279,9 +280,9 @@ def test_pytest_benchmark_computes_the_same_figures():
 
 
 def test_of_several_commits_none_is_named_for_all():
-    def run(commit: str, created: str, *names: str) -> ExportedRun:
+    def run(commit: str, created: str, *names: str) -> NamedRun:
         records = [ok(name, [1e6] * 5, environment=msgspec.structs.replace(CPU, commit=commit)) for name in names]
-        return ExportedRun(created, HEADER, records, [created] * len(records))
+        return NamedRun(created, Run(HEADER, {}, tuple(records), dates=(created,) * len(records)))
 
     old, new = run("aaaa", "2026-01-02", "a", "b"), run("bbbb+dirty", "2026-02-03", "b")
     for sources in ([old, new], [new, old]):
@@ -375,7 +376,7 @@ def test_published_runs_can_be_exported(form: str, run: str, tmp_path: Path):
     if form == "parquet":
         pytest.importorskip("duckdb")
     read = read_run(RESULTS / f"{run}.jsonl")
-    sources = [ExportedRun(run, read.header, read.records)]
+    sources = [NamedRun(run, read)]
     path = tmp_path / "out"
     export_file(sources, form, path)
     assert path.stat().st_size > 1000
@@ -436,14 +437,14 @@ def test_a_failed_export_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: 
 def test_integers_that_no_column_holds_are_refused(form: str, tmp_path: Path):
     record = ok("torch.sdpa", noisy(1e6, 1), cost=Cost(flops=1 << 70, bytes=1))
     with pytest.raises(UsageError, match=r"flops of torch.sdpa on .* in a needs 71 bits, .* --format csv"):
-        export_file([ExportedRun("a", new_header("0", "quick"), [record])], form, tmp_path / "out")
+        export_file([NamedRun("a", Run(new_header("0", "quick"), {}, (record,)))], form, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    assert str(1 << 70) in export_text([ExportedRun("a", new_header("0", "quick"), [record])], "csv")
+    assert str(1 << 70) in export_text([NamedRun("a", Run(new_header("0", "quick"), {}, (record,)))], "csv")
 
 
 def test_a_row_of_many_megabytes_in_parquet(tmp_path: Path):
     duckdb = pytest.importorskip("duckdb")
     record = unsupported("torch.fa3", "x" * 20_000_000)
-    export_file([ExportedRun("a", new_header("0", "quick"), [record])], "parquet", tmp_path / "out.parquet")
+    export_file([NamedRun("a", Run(new_header("0", "quick"), {}, (record,)))], "parquet", tmp_path / "out.parquet")
     found = duckdb.sql(f"SELECT length(reason) FROM '{tmp_path / 'out.parquet'}'").fetchall()
     assert found == [(20_000_000,)]

@@ -20,10 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from page_factory import JAX, source
-from record_factory import CPU, incorrect, ok, workload
+from record_factory import CPU, incorrect, named_run, ok, workload
 from rich.console import Console
 
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.choosing.text import closing
 from attnbench.cli.run import document
@@ -34,7 +33,7 @@ from attnbench.results import standings as engine
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import RANK_LEVEL, paired_ratio
 from attnbench.results.records import framework_of, label, on_one_clock
-from attnbench.results.run_file import read_run
+from attnbench.results.run_file import NamedRun, read_run
 from attnbench.results.sentences import answer, counted
 from attnbench.results.standings import Standings, rank
 from attnbench.spec import Failed, Incorrect, Ok, Record
@@ -46,8 +45,7 @@ pytest.importorskip("vl_convert")
 import gallery_captions as captions
 
 from attnbench.report.html.cells import pack, unpack, winner_rows
-from attnbench.report.html.markdown import summarise
-from attnbench.report.html.page import Page, PageSection, collect_standings, compose
+from attnbench.report.html.page import Page, PageSection, compose, summarise
 from attnbench.report.html.views import side_by_side
 from attnbench.report.summaries import performance, summary_text
 
@@ -133,7 +131,7 @@ def page_rows(page: Page, number: int) -> list[dict[str, Any]]:
 def check_page(page: Page) -> None:
     """Markdown, summaries and advice of a page say what its map says."""
     told = summarise(page)
-    parts = collect_standings(page)
+    parts = page.parts
     text = " ".join(summary_text(parts, performance(parts)).split())
     for number, part in enumerate(page.parts):
         rows = page_rows(page, number)
@@ -166,7 +164,7 @@ def check_page(page: Page) -> None:
 
 def check_speedups(part: PageSection, winners: dict[str, dict[str, Any]], tied: dict[str, set[str]]) -> None:
     """A category of a speed-up, on the page and in the documents, calls tied what the ranking calls tied."""
-    named = {one.title: one for one in collect_standings(Page([], [part], [], []))}
+    named = {one.title: one for one in [part]}
     for row in performance(list(named.values()))["speedups"]:
         first, ratio = winners.get(row["workload"]), row["ratio"]
         assert (row["category"] in ("no significant difference", "cannot tell")) == (ratio.sign == 0)
@@ -197,7 +195,7 @@ def _tied(rows: list[dict[str, Any]], first: dict[str, Any]) -> set[str]:
     return {row["label"] for row in mine if row["kernel"] == first["kernel"] or row["place"] in near}
 
 
-def check_policy(sources: Sequence[CandidateRun], page: Page) -> None:
+def check_policy(sources: Sequence[NamedRun], page: Page) -> None:
     """`choose` picks from the run that decides on the page, and what it picks is unbeaten there."""
     placed: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for number in range(len(page.parts)):
@@ -242,7 +240,7 @@ def check_run(records: Sequence[Record]) -> None:
         assert any(same_kernel(records, best, name) for name in said), (best, closing)
     page = compose([source(*records)])
     check_page(page)
-    check_policy([CandidateRun("run", "2026", records)], page)
+    check_policy([named_run("run", "2026", records)], page)
     check_headlines(page, ranking, timed)
     if len(page.parts) > 1:
         return
@@ -310,7 +308,7 @@ def test_every_output_of_a_run_names_the_same_winners(runs: list[list[Record]]):
     check_run(runs[0])
 
 
-def check_wrong(runs: Sequence[Sequence[Record]], sources: Sequence[CandidateRun], page: Page) -> None:
+def check_wrong(runs: Sequence[Sequence[Record]], sources: Sequence[NamedRun], page: Page) -> None:
     """A cell whose newest right or wrong record is wrong has a time in no output, and each says so."""
     newest: dict[tuple[str, str], Record] = {}
     timed: set[tuple[str, str]] = set()
@@ -323,7 +321,7 @@ def check_wrong(runs: Sequence[Sequence[Record]], sources: Sequence[CandidateRun
     told = {
         f"{name} is left out on {counted(n, 'shape')}: a newer run found it incorrect." for name, n in shapes.items()
     }
-    parts = collect_standings(page)
+    parts = page.parts
     speed, chosen = performance(parts), choose(sources)
     summary, (part,) = " ".join(summary_text(parts, speed).split()), page.parts
     texts = [summarise(page).replace("\\", ""), summary, " ".join(part.answer), answer(part.cells.standings)]
@@ -346,7 +344,7 @@ def test_every_output_of_several_runs_names_the_same_winners(runs: list[list[Rec
     days = [f"2026-01-0{day + 1}" for day in range(len(runs))]
     page = compose([source(*records, created=day) for records, day in zip(runs, days)])
     check_page(page)
-    sources = [CandidateRun(day, day, records) for records, day in zip(runs, days)]
+    sources = [named_run(day, day, records) for records, day in zip(runs, days)]
     check_policy(sources, page)
     check_wrong(runs, sources, page)
     (part,) = page.parts
@@ -372,7 +370,7 @@ def test_two_runs_make_report_and_policy_name_one_winner():
     new = [timed("torch.a", 1.08), timed("torch.b", 1.0)]
     (part,) = compose([source(*old), source(*new)]).parts
     assert part.headline[0].pick is not None
-    (entry,) = choose([CandidateRun("a", "2026-01-01", old), CandidateRun("b", "2026-01-02", new)]).policy.entries
+    (entry,) = choose([named_run("a", "2026-01-01", old), named_run("b", "2026-01-02", new)]).policy.entries
     assert part.headline[0].pick.name == entry.use.label == "torch.b"
     assert winner_rows(part.cells.rows)[0]["label"] == "torch.b"
 
@@ -401,8 +399,8 @@ def test_a_command_compares_two_records_once(command: str, monkeypatch: pytest.M
     elif command == "report":
         page = compose([source(*records)])
         summarise(page)
-        performance(collect_standings(page))
+        performance(page.parts)
     else:
-        choose([CandidateRun("run", "2026", records)])
+        choose([named_run("run", "2026", records)])
     assert counted
     assert set(counted.values()) == {1}

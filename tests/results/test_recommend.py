@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from length_factory import GPU, LENGTHS, along, out_of_memory
-from record_factory import noisy, ok, workload
+from record_factory import noisy, ok, recommend, workload
 
 from attnbench import masks
 from attnbench.results.advice import Figure, Recommendation, listed, tokens
-from attnbench.results.recommend import recommend
 from attnbench.results.records import is_timed, label
 from attnbench.results.run_file import read_run
 from attnbench.spec import Memory, Record

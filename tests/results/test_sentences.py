@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from length_factory import GPU, along
 from msgspec.structs import replace
-from record_factory import CPU, incorrect, noisy, ok, timing, unsupported, workload
+from record_factory import CPU, incorrect, noisy, ok, recommend, timing, unsupported, workload
 
 from attnbench.results.ratios import Ratio
-from attnbench.results.recommend import recommend
 from attnbench.results.records import baseline
 from attnbench.results.sentences import (
     Speedup,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from record_factory import CPU, incorrect, noisy, ok, workload
+from record_factory import CPU, incorrect, noisy, ok, recommend, workload
 
 from attnbench.results import run_file
-from attnbench.results.recommend import recommend
 from attnbench.results.run_file import RunWriter, new_header, read_run
 from attnbench.results.sentences import answer, setback_sentences, speedups
 from attnbench.results.standings import Setback, Standings, by_date, setbacks
@@ -170,9 +169,9 @@ class TestDates:
         for needed in ("altair", "jinja2", "vl_convert"):
             pytest.importorskip(needed)
         from attnbench.report.html.page import compose
-        from attnbench.report.html.sections import ReportedRun
+        from attnbench.results.run_file import NamedRun
 
-        (part,) = compose([ReportedRun(path.name, read_run(path)) for path in files]).parts
+        (part,) = compose([NamedRun(path.name, read_run(path)) for path in files]).parts
         assert LEFT_OUT in part.wrong
 
     def test_a_file_without_dates_has_that_of_its_header(self, files: list[Path]):

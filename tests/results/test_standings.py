@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec import structs
-from record_factory import noisy, ok
+from record_factory import named_run, noisy, ok
 
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import choose
 from attnbench.results.ratios import RANK_LEVEL, paired_ratio
 from attnbench.results.records import by_workload
@@ -207,5 +206,5 @@ def test_a_clock_beside_the_published_one_is_of_the_same_sitting():
 
 def test_a_policy_is_chosen_within_a_sitting():
     records = [at(MORNING, "torch.a", 1e6), at(MORNING, "torch.b", 2e6, 2), at(EVENING, "torch.c", 5e5, 3)]
-    (entry,) = choose([CandidateRun("run", MORNING, records)]).policy.entries
+    (entry,) = choose([named_run("run", MORNING, records)]).policy.entries
     assert (entry.use.implementation, entry.use.candidates) == ("torch.a", 2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from record_factory import noisy, ok, workload
+from record_factory import noisy, ok, recommend, workload
 
 from attnbench.results.ratios import mean_log_ratio
-from attnbench.results.recommend import recommend
 from attnbench.results.sentences import closing
 from attnbench.results.tally import judge
 from attnbench.spec import Ok

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 from length_factory import GPU, LENGTHS, along
-from record_factory import incorrect, noisy, timing, workload
+from record_factory import incorrect, noisy, recommend, timing, workload
 
 from attnbench import masks
 from attnbench.results.advice import Recommendation
 from attnbench.results.ratios import Ratio
-from attnbench.results.recommend import _tie, recommend
+from attnbench.results.recommend import _tie
 from attnbench.spec import Record
 
 

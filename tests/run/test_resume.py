@@ -14,15 +14,15 @@ from attnbench.run.recorder import describe_unreached, store_request, unreached
 
 pytest.importorskip("altair")
 from attnbench.report.html.page import compose, render
-from attnbench.report.html.sections import ReportedRun
+from attnbench.results.run_file import NamedRun
 
 
-def asked(*lengths: int, held: tuple[int, ...], request: object = None, name: str = "run.jsonl") -> ReportedRun:
+def asked(*lengths: int, held: tuple[int, ...], request: object = None, name: str = "run.jsonl") -> NamedRun:
     """A run that was asked for some lengths and holds others."""
     found = source(*(timed("torch.sdpa", 1e6, n) for n in held), name=name)
     workloads = [msgspec.to_builtins(workload(n)) for n in lengths] if request is None else request
     header = msgspec.structs.replace(found.run.header, request={"workloads": workloads})
-    return ReportedRun(name, msgspec.structs.replace(found.run, header=header))
+    return NamedRun(name, msgspec.structs.replace(found.run, header=header))
 
 
 def test_what_was_asked_for_and_is_not_there():

@@ -7,7 +7,7 @@ import pytest
 
 from attnbench import masks, registry
 from attnbench.masks.block_patterns import sparse_mask
-from attnbench.results.exports.table import COLUMNS
+from attnbench.results.exports.formats import COLUMNS
 from attnbench.run import protocol as p
 from attnbench.run.remote import Local
 from attnbench.spec import Cell, Implementation, Workload

@@ -10,6 +10,7 @@ from attnbench.errors import UnknownName
 from attnbench.policy import Barred, Constraints, Place, Shape, shape_of
 from attnbench.results.families import Track, length, tracks
 from attnbench.results.records import by_workload, device_of, framework_of, is_anchor, is_timed, label, matches
+from attnbench.results.run_file import NamedRun
 from attnbench.results.standings import (
     RecordPlaces,
     Setback,
@@ -115,21 +116,6 @@ def _is_named(name: str, config_name: str, wanted: Sequence[str]) -> bool:
     return any(matches(name, one) or config_name == one for one in wanted)
 
 
-class CandidateRun(Struct, frozen=True):
-    """A run to choose from."""
-
-    name: str
-    created: str
-    records: Sequence[Record]
-    dates: Sequence[str] = ()
-    """When each record was made; without dates, all of them when the run began."""
-
-    @property
-    def dated(self) -> list[tuple[str, Record]]:
-        """The records, each with the date when it was made."""
-        return list(zip(self.dates or [self.created] * len(self.records), self.records, strict=True))
-
-
 class Ground(Struct, frozen=True):
     """Measurements of one place."""
 
@@ -209,23 +195,23 @@ def _labels(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def survey(
-    sources: Sequence[CandidateRun], constraints: Constraints, left_out: Mapping[str, str]
+    sources: Sequence[NamedRun], constraints: Constraints, left_out: Mapping[str, str]
 ) -> tuple[list[Ground], list[Refusal], list[Setback]]:
     """Return the measurements of each place, what may not be chosen, and the candidates that a newer run found
     incorrect (they are left out) or could not run; oldest source first. Of two runs that one is newer on a workload
     whose ranked records are."""
     grounds: dict[tuple[object, ...], Ground] = {}
     held: dict[tuple[object, ...], dict[str, list[tuple[tuple[str, int], Standing]]]] = {}
-    homes: dict[tuple[object, ...], dict[str, CandidateRun]] = {}
+    homes: dict[tuple[object, ...], dict[str, NamedRun]] = {}
     refused: list[Refusal] = []
-    every = by_date(one for source in sources for one in source.dated)
+    every = by_date(one for source in sources for one in source.run.dated)
     known, bars = setbacks([every]), _Bars(every, constraints, left_out)
     wrong = {id(one.record) for one in known if one.is_wrong}
     for number, source in enumerate(sources):
-        records = [record for record in source.records if id(record) not in wrong]
+        records = [record for record in source.run.records if id(record) not in wrong]
         found, others = eligible(records, constraints, left_out)
         refused += others
-        for place, workload, standing, when in _standings(records, found, source.dated):
+        for place, workload, standing, when in _standings(records, found, source.run.dated):
             out = bars.names(place, shape_of(standing.workload))
             refused += [(record, out[name]) for name, record in standing.ranked.items() if name in out]
             standing = standing.only(lambda record, out=out: label(record) not in out)
@@ -235,7 +221,7 @@ def survey(
             ground = grounds.setdefault(key, Ground(place, {}))
             held.setdefault(key, {}).setdefault(workload, []).append(((when, number), standing))
             runs = tuple(dict.fromkeys((*ground.place.runs, source.name)))
-            made = max(ground.place.made, source.created)
+            made = max(ground.place.made, source.run.header.created)
             software = dict(sorted((place.software | ground.place.software).items()))
             merged = structs.replace(ground.place, runs=runs, made=made, software=software)
             grounds[key] = Ground(merged, ground.standings, bars.at(merged))
@@ -248,7 +234,7 @@ def survey(
     for key, ground in grounds.items():
         for workload, standing in ground.standings.items():
             cells = {(device_of(record), record.cell.id) for record in standing.ranked.values()}
-            used |= {id(one) for one in homes[key][workload].records if (device_of(one), one.cell.id) in cells}
+            used |= {id(one) for one in homes[key][workload].run.records if (device_of(one), one.cell.id) in cells}
     candidates = {id(record) for record in eligible((one.record for one in known), constraints, left_out)[0]}
     told = [one for one in known if id(one.record) in (candidates if one.is_wrong else used)]
     return list(grounds.values()), refused, told

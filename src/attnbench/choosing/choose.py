@@ -13,7 +13,7 @@ from math import log, log2
 
 from msgspec import Struct, structs
 
-from attnbench.choosing.candidates import NOT_ASKED_FOR, CandidateRun, Ground, Refusal, check_names, survey
+from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, check_names, survey
 from attnbench.measuring.rates import host_limit
 from attnbench.policy import (
     REACH,
@@ -33,6 +33,7 @@ from attnbench.policy import (
 from attnbench.results.by_length import LengthRange, boundary
 from attnbench.results.ratios import RANK_LEVEL, TIE_LIMIT, Ratio, mean_log_ratio
 from attnbench.results.records import label, share_of_allowed
+from attnbench.results.run_file import NamedRun
 from attnbench.results.standings import Setback, Standing
 from attnbench.spec import Environment
 
@@ -90,16 +91,16 @@ class Chosen(Struct, frozen=True):
 
 
 def choose(
-    sources: Iterable[CandidateRun],
+    sources: Iterable[NamedRun],
     constraints: Constraints | None = None,
     left_out: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
 ) -> Chosen:
     """Return the policy of some runs. `left_out`: implementations that are chosen only if `only` names them -> the
     reason. `known`: names that may be forbidden though no run holds them."""
-    ordered = sorted(sources, key=lambda source: source.created)
+    ordered = sorted(sources, key=lambda source: source.run.header.created)
     constraints = constraints or Constraints()
-    check_names(constraints, (record for source in ordered for record in source.records), known)
+    check_names(constraints, (record for source in ordered for record in source.run.records), known)
     surveyed, refused, contradicted = survey(ordered, constraints, left_out or {})
     grounds = sorted(surveyed, key=lambda ground: repr(ground.place.key))
     places: list[Place] = []

@@ -31,16 +31,16 @@ def print_policy(console: Console, policy: Policy, unchosen: Sequence[Unchosen])
     for place in policy.places:
         for title, entries in groupby(place.entries, key=lambda entry: class_title(place, entry)):
             console.print()
-            console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
-            console.print(plain_table([_row(entry) for entry in entries]), highlight=False)
+            console.print(f"[bold]{escape(title)}[/bold]")
+            console.print(plain_table([_row(entry) for entry in entries]))
         for crossing in place.crossings:
-            console.print(f"  {escape(crossing_text(crossing))}", highlight=False, soft_wrap=True)
+            console.print(f"  {escape(crossing_text(crossing))}", soft_wrap=True)
     for one in unchosen[:SHOWN_UNCHOSEN]:
         line = f"[yellow]not chosen:[/yellow] {escape(f'{one.framework}, {one.workload}: {one.why}')}"
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if len(unchosen) > SHOWN_UNCHOSEN:
         rest = counted(len(unchosen) - SHOWN_UNCHOSEN, "workload")
-        console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them", highlight=False)
+        console.print(f"[yellow]not chosen:[/yellow] {rest} more; --json lists them")
 
 
 def class_title(place: Place, entry: Entry) -> str:
@@ -79,7 +79,7 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
     console.print()
     title = f"{FRAMEWORKS.get(ground.place.framework, ground.place.framework)} · {ground.place.device_name}"
     what = "the policy, and of one for everything" if first else "one for everything"
-    console.print(f"[bold]{escape(title)}: regret of {what}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(title)}: regret of {what}[/bold]")
     rows: list[dict[str, str]] = []
     for loss in losses:
         cells, regret = (DASH, DASH, "0", ""), loss.regret
@@ -87,7 +87,7 @@ def print_losses(console: Console, ground: Ground, first: Sequence[Loss] = ()) -
             shapes, worst_at = f"{regret.shapes} of {regret.shapes + regret.missed}", regret.worst_at
             cells = (f"{regret.mean:.3f}", f"{regret.worst:.2f}", shapes, worst_at if regret.worst > 1 else "")
         rows.append(dict(zip(("", "regret", "worst", "shapes", "worst at"), (loss.name, *cells))))
-    console.print(plain_table(rows), highlight=False)
+    console.print(plain_table(rows))
 
 
 def judgement(policy: Policy, losses: Sequence[Loss], setbacks: Sequence[Setback] = ()) -> str:

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 from rich.markup import escape
 
-from attnbench.cli.inputs import has_words, read_runs
-from attnbench.cli.options import Json, Runs, Words
+from attnbench.cli.options import Json, Runs, Words, has_words, read_runs
 from attnbench.cli.output import print_json, say, stdout_console, warn
 from attnbench.comparing import baselines
 from attnbench.comparing.baselines import Baseline, Saved
@@ -52,7 +51,7 @@ def listing(*, words: Words = "", folder: Folder = None, json: Json = False) -> 
         return 0
     told = [{"id": row["id"], "median": duration(row.pop("median_ns")), **row} for row in rows]
     table = plain_table(told) if told else escape(f"There is no baseline in {_chosen(folder)}: {MAKE}.")
-    stdout_console().print(table, highlight=False, soft_wrap=not told)
+    stdout_console().print(table, soft_wrap=not told)
     return 0
 
 

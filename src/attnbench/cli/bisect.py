@@ -6,8 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import select_workloads
-from attnbench.cli.options import OWN_SHAPE, Json, Quiet, Selection, ShapeOptions
+from attnbench.cli.options import OWN_SHAPE, Json, Quiet, Selection, ShapeOptions, select_workloads
 from attnbench.cli.output import note, print_json, say
 from attnbench.errors import UsageError
 

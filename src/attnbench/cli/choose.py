@@ -14,15 +14,14 @@ from cyclopts import Group, Parameter
 
 from attnbench import registry
 from attnbench.choosing import choose as choosing
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, environment_of, policy_loss
 from attnbench.choosing.text import closing, document, judgement, judgement_document, print_losses, print_policy
-from attnbench.cli.inputs import read_together
-from attnbench.cli.options import NOTHING, Json, Names, Runs
+from attnbench.cli.options import NOTHING, Json, Names, Runs, read_together
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.errors import UsageError
 from attnbench.files import refuse_run_file
 from attnbench.policy import Constraints, load_policy, read_policy, save_policy
+from attnbench.results.run_file import NamedRun
 
 SIZE = re.compile(r"([\d.]+)\s*([kMGT]?i?B?)", re.IGNORECASE)
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -84,9 +83,9 @@ def choose(
     return code
 
 
-def choose_from(sources: Sequence[CandidateRun], constraints: Constraints) -> Chosen:
+def choose_from(sources: Sequence[NamedRun], constraints: Constraints) -> Chosen:
     """Choose from runs, leaving out implementations that the registry offers by name only."""
-    names = {record.implementation for source in sources for record in source.records}
+    names = {record.implementation for source in sources for record in source.run.records}
     loadable, _ = registry.loadable()
     reasons = {name: registry.get(name).by_name_only for name in loadable if name in names}
     refused = {name: f"by name only: {why}" for name, why in reasons.items() if why}
@@ -173,10 +172,9 @@ def read_size(text: str) -> int:
     return int(size)
 
 
-def read_sources(names: Sequence[str]) -> list[CandidateRun]:
+def read_sources(names: Sequence[str]) -> list[NamedRun]:
     """Read every run named, each once."""
-    read = read_together(names)
-    found = [CandidateRun(path.name, run.header.created, run.records, run.dates) for path, run in read.items()]
-    if not any(source.records for source in found):
+    found = [NamedRun(path.name, run) for path, run in read_together(names).items()]
+    if not any(source.run.records for source in found):
         raise UsageError(f"{', '.join(source.name for source in found)}: no records to choose from.")
     return found

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import select_workloads
 from attnbench.cli.options import (
     INCONCLUSIVE,
     NOTHING,
@@ -19,6 +18,7 @@ from attnbench.cli.options import (
     Selection,
     ShapeOptions,
     Threads,
+    select_workloads,
 )
 from attnbench.cli.output import print_json, stderr_console, stdout_console, warn
 from attnbench.comparing import compare as comparing

@@ -8,13 +8,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import has_words, read_together, spare_runs
-from attnbench.cli.options import NOTHING, Words
+from attnbench.cli.options import NOTHING, Words, has_words, read_together, spare_runs
 from attnbench.cli.output import note, print_json_text
 from attnbench.errors import UsageError
 from attnbench.results.exports.benchmark_tools import commits_of, machines_of, timed
 from attnbench.results.exports.formats import BINARY, JSON, export_file, export_text
-from attnbench.results.exports.table import ExportedRun
+from attnbench.results.run_file import NamedRun
 
 Format = Literal[
     "parquet", "csv", "sqlite", "pytest-benchmark", "google-benchmark", "bencher", "github-action-benchmark"
@@ -42,11 +41,8 @@ def export(
     """
     read = read_together(runs or ("latest",))
     paths = list(read)
-    sources: list[ExportedRun] = []
-    for path, run in read.items():
-        kept = [(when, record) for when, record in run.dated if has_words(record, words)]
-        sources.append(ExportedRun(path.stem, run.header, [one for _, one in kept], [when for when, _ in kept]))
-    if not any(source.records for source in sources):
+    sources = [NamedRun(path.stem, run.only(lambda record: has_words(record, words))) for path, run in read.items()]
+    if not any(source.run.records for source in sources):
         named = f' with "{words}" in its id' if words else ""
         raise UsageError(f"{', '.join(map(str, paths))}: no record{named}; `attnbench show` lists what there is.")
     if form in JSON:

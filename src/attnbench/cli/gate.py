@@ -10,21 +10,34 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from attnbench import registry
-from attnbench.cli.inputs import expand, filter_words, find_run, select_workloads, swept_names
-from attnbench.cli.options import Budget, Device, Json, Names, Quiet, Selection, ShapeOptions, Threads
+from attnbench.cli.options import (
+    Budget,
+    Device,
+    Json,
+    Names,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    Threads,
+    expand,
+    filter_words,
+    find_run,
+    select_workloads,
+    swept_names,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.comparing import gate as gating
 from attnbench.comparing.baselines import holds_baselines
 from attnbench.comparing.ci_files import FILES, remove_files, write_ci, write_files
 from attnbench.comparing.gate_cases import Floors, load_thresholds
 from attnbench.comparing.gate_text import print_gate
-from attnbench.comparing.refs import named
 from attnbench.comparing.stored import gate_stored
 from attnbench.comparing.text import ExperimentProgress
 from attnbench.comparison import EXIT_CODES, GateReport
 from attnbench.config import Settings, load_settings
 from attnbench.errors import UnknownName, UsageError
 from attnbench.results.run_file import check_writable
+from attnbench.results.sentences import some_of
 from attnbench.run import git
 
 SUITE = "ci"
@@ -156,7 +169,7 @@ def _not_measured(then: Path, suite: str, impl: Names, words: str, cases: Sequen
             asked += [workload.id for workload in workloads]
     here = {name for case in cases for name in case}
     gone = [one for one in dict.fromkeys(asked) if one not in here and all(word in one for word in words.split())]
-    return [f"asked for {named(gone)}, which this gate does not measure"] if gone else []
+    return [f"asked for {some_of(gone)}, which this gate does not measure"] if gone else []
 
 
 def _raised(then: Path, thresholds: Path | None, floors: Floors, cases: Sequence[tuple[str, str]]) -> list[str]:
@@ -170,7 +183,7 @@ def _raised(then: Path, thresholds: Path | None, floors: Floors, cases: Sequence
             for name, workload in cases
             if floors(name, workload) > lower(name, workload)
         ]
-        return [f"has lower floors: {named(higher)}"] if higher else []
+        return [f"has lower floors: {some_of(higher)}"] if higher else []
     return []
 
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import has_words, spell_workload
-from attnbench.cli.options import Json, Names, Words
+from attnbench.cli.options import Json, Names, Words, has_words, spell_workload
 from attnbench.cli.output import note, print_json, say, stdout_console, warn
 from attnbench.comparing import history as over_commits
 from attnbench.comparing.baselines import read_baseline
@@ -20,7 +19,7 @@ from attnbench.files import files_in
 from attnbench.printable import printable
 from attnbench.report.summaries import FILES as SUMMARIES
 from attnbench.results.records import is_anchor, label, matches
-from attnbench.results.run_file import read_run
+from attnbench.results.run_file import Header, Run, read_run
 from attnbench.results.sentences import counted
 from attnbench.results.standings import by_date, setbacks
 from attnbench.run.user_functions import one_source, sources_of
@@ -40,7 +39,7 @@ def history(
     Examples: `attnbench history` · `attnbench history runs/ --impl torch.sdpa -k causal`
     """
     sources = _only(_sources(runs), impl, words)
-    places, between = over_commits.commits_in_git(record for source in sources for record in source.records)
+    places, between = over_commits.commits_in_git(record for source in sources for record in source.run.records)
     series, excluded = over_commits.gather(sources, places)
     trends = [over_commits.Trend(one, over_commits.find_changes(one, between)) for one in series]
     unknown = {point.commit for one in series for point in one.points} - places.keys() - {""}
@@ -73,7 +72,7 @@ def _asked_as(key: over_commits.Key) -> str:
 
 def _contradicted(sources: Sequence[over_commits.HistoryFile]) -> list[str]:
     """Return a sentence for each implementation whose times a newer run on the same device contradicts."""
-    dated = [(when, record, source.places) for source in sources for when, record in source.dated]
+    dated = [(when, record, source.places) for source in sources for when, record in source.run.dated]
     places = {id(record): known.get(record.implementation, "") for _, record, known in dated}
     shapes: dict[str, set[str]] = {}
     for one in setbacks([by_date((when, record) for when, record, _ in dated)]):
@@ -110,11 +109,12 @@ def _sources(names: Sequence[str]) -> list[over_commits.HistoryFile]:
             if path.suffix == ".json":
                 one = read_baseline(path)
                 places = {one.record.implementation: one.source} if one.source else {}
-                sources.append(over_commits.HistoryFile(one.created, one.records, places))
+                run = Run(Header(schema=one.schema, attnbench="", created=one.created), {}, one.records)
+                sources.append(over_commits.HistoryFile(run, places))
             else:
                 run = read_run(path)
                 warnings += run.warnings
-                sources.append(over_commits.HistoryFile(run.header.created, run.records, sources_of(run), run.dates))
+                sources.append(over_commits.HistoryFile(run, sources_of(run)))
         except BrokenFile as error:
             if path in map(Path, names):
                 raise
@@ -133,12 +133,8 @@ def _only(
         named = not impl or any(matches(record.implementation, one) for one in impl)
         return is_anchor(record) or (named and has_words(record, words))
 
-    kept: list[over_commits.HistoryFile] = []
-    for source in sources:
-        dated = [one for one in source.dated if wanted(one[1])]
-        dates, records = zip(*dated) if dated else ((), ())
-        kept.append(over_commits.HistoryFile(source.created, records, source.places, dates))
-    if not any(not is_anchor(r) for source in kept for r in source.records):
+    kept = [over_commits.HistoryFile(source.run.only(wanted), source.places) for source in sources]
+    if not any(not is_anchor(r) for source in kept for r in source.run.records):
         raise UsageError(
             f'no record matches "{" ".join([*impl, words]).strip()}": `attnbench show` lists what there is.'
         )

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from attnbench import registry
-from attnbench.cli.inputs import load_suite
-from attnbench.cli.options import DEFAULT_SUITE, NOTHING, Json, Switch
+from attnbench.cli.options import DEFAULT_SUITE, NOTHING, Json, Switch, load_suite
 from attnbench.cli.output import print_json, print_rows, stderr_console, stdout_console
 from attnbench.errors import UsageError
 from attnbench.report.environment import print_diagnosis

@@ -50,17 +50,17 @@ def stderr_console() -> Console:
 
 
 def _console(stream: Any) -> Console:
-    return PlainConsole(file=stream, soft_wrap=False, emoji=False, width=None if stream.isatty() else WIDE)
+    return PlainConsole(file=stream, emoji=False, highlight=False, width=None if stream.isatty() else WIDE)
 
 
 def say(text: Any) -> None:
     """Print one line of the answer, never folded, on stdout."""
-    stdout_console().print(text, highlight=False, markup=False, soft_wrap=True)
+    stdout_console().print(text, markup=False, soft_wrap=True)
 
 
 def note(text: Any) -> None:
     """Print one line about the way to the answer, never folded, on stderr."""
-    stderr_console().print(text, highlight=False, markup=False, soft_wrap=True)
+    stderr_console().print(text, markup=False, soft_wrap=True)
 
 
 def warn(text: Any) -> None:
@@ -83,7 +83,7 @@ def print_rows(rows: Sequence[dict[str, Any]], json: bool) -> int:
     if json:
         print_json(rows)
     else:
-        stdout_console().print(plain_table(rows), highlight=False)
+        stdout_console().print(plain_table(rows))
     return 0
 
 

@@ -6,21 +6,18 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from attnbench.cli.inputs import check_against, read_together, spare_runs
-from attnbench.cli.options import Json, Names, Runs, Switch
+from attnbench.cli.options import Json, Names, Runs, Switch, check_against, read_together, spare_runs
 from attnbench.cli.output import note, print_json, say, warn
 from attnbench.comparing.ci_files import record_commands
 from attnbench.comparing.history import commits_in_git
 from attnbench.errors import UsageError
 from attnbench.files import write_errors, write_texts
 from attnbench.report.summaries import FILES, folder_of, write_summaries
-
-if TYPE_CHECKING:
-    from attnbench.report.html.page import Page
+from attnbench.results.run_file import NamedRun
 
 NEEDED = ("altair", "jinja2", "vl_convert")
 
@@ -50,14 +47,12 @@ def report(
         raise UsageError(f'the report needs {", ".join(missing)}: pip install "attnbench[report]".')
     from attnbench.report.html.history import NO_HISTORY, find_history
     from attnbench.report.html.images import write_images
-    from attnbench.report.html.markdown import summarise
-    from attnbench.report.html.page import compose
-    from attnbench.report.html.sections import ReportedRun
+    from attnbench.report.html.page import compose, render, summarise
 
     read = read_together(runs or ("latest",))
     paths = list(read)
     # The oldest first, so that the newest of a repeated cell is the one that stays.
-    sources = [ReportedRun(path.name, run, str(path)) for path, run in read.items()]
+    sources = [NamedRun(path.name, run, str(path)) for path, run in read.items()]
     sources.sort(key=lambda source: source.run.header.created)
     path = paths[0].with_suffix(".html") if out is None else out
     folder = summaries or folder_of(path)
@@ -73,7 +68,13 @@ def report(
         warn(warning)
     if not page.parts:
         raise UsageError(f"{paths[0]} holds no records: `attnbench run --quick` makes some.")
-    texts = _write(page, path, folder)
+    text = render(page)
+    with write_errors(path, "Choose another place with -o."):
+        write_texts({path: text})
+    try:
+        texts = write_summaries(page.parts, folder, page.left)
+    except UsageError as error:
+        raise UsageError(f"the page was written to {path}, but its summaries were not: {error}") from error
     images = [] if png is None else write_images(page, png)
     if markdown and os.environ.get("GITHUB_ACTIONS") == "true":
         for part in page.parts:
@@ -90,16 +91,3 @@ def report(
     for written in (path, *images, f"{folder}{os.sep}"):
         (note if markdown else say)(written)
     return 0
-
-
-def _write(page: Page, path: Path, folder: Path) -> list[Path]:
-    """Write the page and the summaries beside it; return the files of the summaries."""
-    from attnbench.report.html.page import collect_standings, render
-
-    text = render(page)
-    with write_errors(path, "Choose another place with -o."):
-        write_texts({path: text})
-    try:
-        return write_summaries(collect_standings(page), folder, page.left)
-    except UsageError as error:
-        raise UsageError(f"the page was written to {path}, but its summaries were not: {error}") from error

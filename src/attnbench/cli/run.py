@@ -13,16 +13,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from msgspec import structs
 
-from attnbench.cli.inputs import (
-    check_against,
-    filter_words,
-    find_run,
-    has_words,
-    select_implementations,
-    select_workloads,
-    spell,
-    spell_workload,
-)
 from attnbench.cli.options import (
     DEFAULT_SUITE,
     INTERRUPTED,
@@ -38,6 +28,14 @@ from attnbench.cli.options import (
     Suite,
     Switch,
     Words,
+    check_against,
+    filter_words,
+    find_run,
+    has_words,
+    select_implementations,
+    select_workloads,
+    spell,
+    spell_workload,
 )
 from attnbench.cli.output import note, print_json, print_rows, say, stderr_console, stdout_console, warn
 from attnbench.config import load_settings
@@ -46,7 +44,7 @@ from attnbench.measuring.rates import host_limit
 from attnbench.registry import is_reference
 from attnbench.report.progress import Silent, make_listener
 from attnbench.report.terminal import print_cell, print_rankings
-from attnbench.results.records import baseline, is_anchor, is_timed, label
+from attnbench.results.records import baseline, grouped, is_anchor, is_timed, label
 from attnbench.results.run_file import Run, RunWriter, read_run
 from attnbench.results.sentences import answer
 from attnbench.results.standings import Standings
@@ -343,16 +341,13 @@ def list_cells(prepared: Prepared, json: bool) -> int:
         rows.append(cell | {"runs": reason is None, "reason": reason})
     print_rows(rows if json else [row | {"runs": "yes" if row["runs"] else "no"} for row in rows], json)
     if not json:
-        stdout_console().print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells would run.", highlight=False)
+        stdout_console().print(f"{sum(row['runs'] for row in rows)} of {len(rows)} cells would run.")
     return 0
 
 
 def explain_hints(records: Sequence[Record], prepared: Prepared) -> list[str]:
     """Return a sentence for each implementation that is wrong: the command that shows where, or why none can."""
-    wrong: dict[str, list[Incorrect]] = {}
-    for record in records:
-        if isinstance(record, Incorrect):
-            wrong.setdefault(record.implementation, []).append(record)
+    wrong = grouped((one for one in records if isinstance(one, Incorrect)), lambda record: record.implementation)
     references = {name: reference for reference, name in prepared.names.items()}
     hints: list[str] = []
     for name, failures in wrong.items():

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from msgspec import structs
 
 from attnbench import registry
-from attnbench.choosing.candidates import CandidateRun, allowed
+from attnbench.choosing.candidates import allowed
 from attnbench.choosing.choose import Chosen
 from attnbench.choosing.next_measurements import batch, proposals
 from attnbench.choosing.text import document
@@ -36,7 +36,7 @@ from attnbench.errors import UsageError
 from attnbench.policy import Constraints
 from attnbench.policy.policy import label_of
 from attnbench.report.progress import make_listener
-from attnbench.results.run_file import read_run
+from attnbench.results.run_file import NamedRun, read_run
 from attnbench.results.sentences import capped, counted
 from attnbench.run import launch as launcher
 from attnbench.run.recorder import Prepared, Recorder
@@ -86,13 +86,13 @@ def tune(
         note(f"{end}; nothing was measured." if end == "interrupted" else "Nothing could be measured.")
         return INTERRUPTED if end == "interrupted" else NOTHING
     written = output if chosen.policy.entries else None
-    reached = {record.workload.id for source in session.sources for record in source.records}
+    reached = {record.workload.id for source in session.sources for record in source.run.records}
     left = [one.id for one in session.prepared.request.workloads if one.id not in reached]
     if json:
         print_json(document(chosen, written) | {"runs": session.paths, "end": end, "not_measured": left})
     else:
         print_chosen(chosen)
-        cells = sum(len(source.records) for source in session.sources)
+        cells = sum(len(source.run.records) for source in session.sources)
         spent = f"{session.elapsed / 60:.1f} of {minutes:g} minutes"
         note(f"{counted(len(session.paths), 'round')}, {cells} records, {spent}: {end}.")
         if left:
@@ -116,7 +116,7 @@ class TuningSession:
     quiet: bool
 
     def __post_init__(self) -> None:
-        self.sources: list[CandidateRun] = []
+        self.sources: list[NamedRun] = []
         self.paths: list[Path] = []
         self.started, self.elapsed = monotonic(), 0.0
 
@@ -133,7 +133,7 @@ class TuningSession:
                 return None, end
             chosen = choose_from(self.sources, self.constraints)
             write(chosen, self.output)
-            measured = {record.cell.id for source in self.sources for record in source.records}
+            measured = {record.cell.id for source in self.sources for record in source.run.records}
             found = proposals(chosen, allowed_variants) if not end else []
             found = [one for one in found if any(f"{name}/{one.workload.id}" not in measured for name in one.labels)]
             if not found:
@@ -166,9 +166,8 @@ class TuningSession:
                 end = "the time is up"
         if recorder.writer is not None:
             recorder.writer.close()
-            run = read_run(recorder.writer.path)
             self.paths.append(recorder.writer.path)
-            self.sources.append(CandidateRun(recorder.writer.path.name, run.header.created, run.records, run.dates))
+            self.sources.append(NamedRun(recorder.writer.path.name, read_run(recorder.writer.path)))
         return end
 
 

@@ -7,8 +7,22 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from attnbench import registry
-from attnbench.cli.inputs import expand, load_suite, loadable_names, of_framework, select_workloads
-from attnbench.cli.options import NOTHING, OWN_SHAPE, Device, Json, Names, Quiet, Selection, ShapeOptions, Switch
+from attnbench.cli.options import (
+    NOTHING,
+    OWN_SHAPE,
+    Device,
+    Json,
+    Names,
+    Quiet,
+    Selection,
+    ShapeOptions,
+    Switch,
+    expand,
+    load_suite,
+    loadable_names,
+    of_framework,
+    select_workloads,
+)
 from attnbench.cli.output import print_json, stderr_console, stdout_console
 from attnbench.config import load_settings
 from attnbench.errors import UsageError

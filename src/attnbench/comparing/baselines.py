@@ -23,6 +23,7 @@ from attnbench.files import convert, decode_json, files_in, read_content, write_
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.anchors import anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
+from attnbench.results.records import outcome_text
 from attnbench.results.run_file import impossible_times, slug
 from attnbench.spec import Cell, Environment, Ok, Record, Time, Workload
 
@@ -174,7 +175,7 @@ def read_baseline(path: Path) -> Baseline:
 def _baseline(record: Record, records: Sequence[Record], commit: str, note: str, created: str) -> Baseline | str:
     """Return the baseline of a record, or the reason why it cannot have one."""
     if not isinstance(record, Ok):
-        return f"{record.status.replace('_', ' ')}: {record.reason}"
+        return outcome_text(record)
     if record.time is None:
         return "verified but not timed"
     if record.environment is None:

@@ -70,8 +70,14 @@ def bisect(
     elif whole.verdict == "slower":
         slower = f"{case} is slower in {bad} than in {good}{_figures(whole)}"
         sentence, code = _not_searched(slower, good, bad, base[:SHORT], judge(since_base, whole), _figures(since_base))
+    elif whole.verdict is None:
+        sentence, code = f"{case} could not be compared between {good} and {bad}: {whole.reason}", NOTHING
+    elif whole.verdict == "inconclusive":
+        told = f"Inconclusive whether {case} is slower in {bad} than in {good}{_figures(whole)}"
+        sentence, code = f"{told}: try again on a quieter machine.", INCONCLUSIVE
     else:
-        sentence, code = _not_slower(case, good, bad, whole)
+        told = f"{case} is not slower in {bad} than in {good}: {whole.verdict}{_figures(whole)}"
+        sentence, code = f"{told}. Nothing was searched.", NOT_SLOWER
     ancestor = None if base == start else {"commit": base, "comparison": since_base}
     shown = {"confirmed": found is not None, "comparison": whole, "common_ancestor": ancestor}
     return {**shown, "found": found, "closing": sentence}, code
@@ -126,16 +132,6 @@ def judge(comparison: Comparison | None, sought: Comparison) -> bool | None:
         name in found and found[name].interval[1] < one.interval[0] for name, one in slower.items()
     )
     return False if lies_below and comparison.verdict in ("same", "faster") else None
-
-
-def _not_slower(case: str, good: str, bad: str, found: Comparison) -> tuple[str, int]:
-    if found.verdict is None:
-        return f"{case} could not be compared between {good} and {bad}: {found.reason}", NOTHING
-    if found.verdict == "inconclusive":
-        told = f"Inconclusive whether {case} is slower in {bad} than in {good}{_figures(found)}"
-        return f"{told}: try again on a quieter machine.", INCONCLUSIVE
-    told = f"{case} is not slower in {bad} than in {good}: {found.verdict}{_figures(found)}. Nothing was searched."
-    return told, NOT_SLOWER
 
 
 def _not_searched(slower: str, good: str, bad: str, base: str, judged: bool | None, figures: str) -> tuple[str, int]:

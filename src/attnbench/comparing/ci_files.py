@@ -17,7 +17,7 @@ from attnbench.comparison import FAILING, OPEN, Case, Control, GateReport
 from attnbench.errors import UsageError
 from attnbench.files import write_errors, write_texts
 from attnbench.printable import printable, shortened
-from attnbench.results.records import label
+from attnbench.results.records import grouped, label, status_words
 from attnbench.results.sentences import capped
 from attnbench.spec import Incorrect, Ok, Record, Unsupported
 
@@ -88,18 +88,17 @@ def workflow_commands(report: GateReport) -> list[str]:
 def record_commands(records: Iterable[Record], place: str = "") -> list[str]:
     """Return an error per reason for wrong results, and a warning per reason for what crashed, hung or ran out of
     memory. `place` names where the records were measured, if there are several places."""
-    found: dict[str, dict[tuple[str, str, str], list[str]]] = {"error": {}, "warning": {}}
-    for record in records:
-        if not isinstance(record, Ok | Unsupported):
-            kind = "error" if isinstance(record, Incorrect) else "warning"
-            event = (label(record), record.status.replace("_", " "), record.reason)
-            found[kind].setdefault(event, []).append(record.workload.title)
+    lost = [record for record in records if not isinstance(record, Ok | Unsupported)]
     prefix, commands = f"{place}: " if place else "", []
-    for kind, events in found.items():
+    for kind in ("error", "warning"):
+        events = grouped(
+            (one for one in lost if isinstance(one, Incorrect) is (kind == "error")),
+            lambda record: (label(record), status_words(record), record.reason),
+        )
         lines = []
-        for (name, status, reason), shapes in events.items():
-            more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-            lines.append(command(kind, f"{name}: {status}", f"{prefix}{shapes[0]}{more}. {reason}"))
+        for (name, status, reason), group in events.items():
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            lines.append(command(kind, f"{name}: {status}", f"{prefix}{group[0].workload.title}{more}. {reason}"))
         commands += _capped(kind, lines, "report", "the report")
     return commands
 

@@ -13,10 +13,11 @@ import msgspec
 
 from attnbench import config, registry
 from attnbench.comparing.experiment import Experiment, Terms, Watch
-from attnbench.comparing.refs import MOST_NAMED, WORKING_TREE, Ref, checkout, ignored_code, named, same_code
+from attnbench.comparing.refs import WORKING_TREE, Ref, checkout, ignored_code, same_code
 from attnbench.comparing.sides import Code, ForkedSide, LocalSide, Side, code_of
 from attnbench.comparison import FLOOR, Comparison
 from attnbench.errors import UsageError
+from attnbench.results.sentences import MOST_NAMED, some_of
 from attnbench.run import git
 from attnbench.run.environment import threads_left
 from attnbench.run.launch import check_seconds, refuse_distortion
@@ -65,8 +66,15 @@ def compare(
     with measuring("comparison", LIBRARY_PATIENCE_S) as notes:
         if codes is None:
             notes.insert(0, IN_PROCESS)
-            with _local_sides((a, b), framework, device) as (first, second):
-                found = Experiment(first, second, terms, watch).run()
+            with registry.restored():
+                live: list[Side] = []
+                for letter, what in zip("ab", (a, b)):
+                    known = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
+                    implementation = copy(known)
+                    implementation.name = f"{known.name}#{letter}"
+                    code = Code(label=known.name, name=implementation.name, framework=known.framework)
+                    live.append(LocalSide(code, implementation, device))
+                found = Experiment(live[0], live[1], terms, watch).run()
         else:
             found = _compare_codes(codes, device, threads, terms, watch, notes)
     return msgspec.structs.replace(found, notes=(*found.notes, *notes))
@@ -136,8 +144,8 @@ def harness_notes(old: Ref, new: Ref) -> list[str]:
     if not changed:
         return []
     return [
-        f"attnbench's own measuring code differs between {old.name} and {new.name} ({named(changed)}), and each ref is "
-        "measured by its own copy: a difference may come from the clocks and checks, so no verdict is valid"
+        f"attnbench's own measuring code differs between {old.name} and {new.name} ({some_of(changed)}), and each ref "
+        "is measured by its own copy: a difference may come from the clocks and checks, so no verdict is valid"
     ]
 
 
@@ -178,7 +186,7 @@ def _note_unequal_files(ref: Ref, other: Ref, is_built: bool) -> Ref:
     alone = tuple(name for name in ignored_code(ref.path) if not (other.path / name).exists())
     if not alone:
         return ref
-    note = f"{other.name} lacks {named(alone)}, which git ignores in the working tree"
+    note = f"{other.name} lacks {some_of(alone)}, which git ignores in the working tree"
     return msgspec.structs.replace(ref, unequal=() if is_built else alone, notes=(*ref.notes, note))
 
 
@@ -243,19 +251,6 @@ def sides(codes: Sequence[Code], device: str | None, threads: int | None) -> Ite
         raise UsageError("a worker cannot start a comparison: guard the call with `if __name__ == '__main__':`.")
     with ExitStack() as stack:
         yield [stack.enter_context(ForkedSide(code, device, threads)) for code in codes]
-
-
-@contextmanager
-def _local_sides(subjects: tuple[Subject, Subject], framework: str, device: str | None) -> Iterator[list[Side]]:
-    with registry.restored():
-        live: list[Side] = []
-        for letter, what in zip("ab", subjects):
-            found = registry.get(what) if isinstance(what, str) else registry.resolve(what, framework)
-            implementation = copy(found)
-            label, implementation.name = implementation.name, f"{implementation.name}#{letter}"
-            code = Code(label=label, name=implementation.name, framework=implementation.framework)
-            live.append(LocalSide(code, implementation, device))
-        yield live
 
 
 def check(workload: Workload, budget_s: float) -> None:

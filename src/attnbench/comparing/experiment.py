@@ -132,15 +132,30 @@ class Experiment:
             self._warm_up_all([workers[side] for side in order])
             if all(worker.on_device for worker in workers.values()):
                 self._kept = workers
-            a, b = self._rounds(workers)
+            # Blocks come in the order ABBA or BAAB, at random, so that no trend and no first place favours a side.
+            taken: dict[str, list[Block]] = {"a": [], "b": []}
+            calls, started = _calls(workers["a"], workers["b"]), time.monotonic()
+            limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
+            while not taken["a"] or time.monotonic() - started < limit_s:
+                for pair in self._rng.choice((("ab", "ba"), ("ba", "ab"))):
+                    for side, block in self._pair(pair, workers, varied(calls, self._rng)).items():
+                        taken[side].append(block)
         finally:
             if not self._kept:
                 _end(workers)
-        return Launch(a=tuple(a), b=tuple(b), first=order[0])
+        return Launch(a=tuple(taken["a"]), b=tuple(taken["b"]), first=order[0])
 
     def _open_all(self, order: Sequence[str], workers: dict[str, SideWorker]) -> None:
         """Open both sides even if the first is lost, since the report also says whether the second is right. On an
         accelerator both open at once, since the host's work is what takes the time."""
+
+        def start(side: str) -> None:
+            live = self._sides[side]
+            try:
+                worker = live.start_worker(self._rng.getrandbits(31))
+            except WorkerDied as died:
+                raise self._lost_worker(side, died) from died
+            workers[side] = SideWorker(side, live, worker, self._workloads[side], self._terms.timeout_s)
 
         def describe(side: str) -> None:
             self._devices[side] = workers[side].describe()
@@ -149,7 +164,7 @@ class Experiment:
             record = workers[side].open(self._seed, str(self._folders[side]), again=bool(self._launches))
             self._records.setdefault(side, record)
 
-        lost = self._attempt_each(lambda side: self._start_worker(side, workers), order, workers, 1)
+        lost = self._attempt_each(start, order, workers, 1)
         if not self._devices:
             lost += self._attempt_each(describe, [side for side in order if side in workers], workers, 2)
         ready = [side for side in order if side not in {loss.side for loss in lost}]
@@ -183,14 +198,6 @@ class Experiment:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _start_worker(self, side: str, workers: dict[str, SideWorker]) -> None:
-        live, workload = self._sides[side], self._workloads[side]
-        try:
-            worker = live.start_worker(self._rng.getrandbits(31))
-        except WorkerDied as died:
-            raise self._lost_worker(side, died) from died
-        workers[side] = SideWorker(side, live, worker, workload, self._terms.timeout_s)
-
     def _lost_worker(self, side: str, died: WorkerDied) -> Lost:
         reason = f"no worker could be started: {died.reason}"
         facts = {"implementation": self._sides[side].code.name, "workload": self._workloads[side]}
@@ -207,17 +214,6 @@ class Experiment:
                     worker.warm_up(self._clock)
         elif self._clock is None and workers[0].on_device:
             self._clock = workers[0].clock
-
-    def _rounds(self, workers: dict[str, SideWorker]) -> tuple[list[Block], list[Block]]:
-        """Time blocks in the order ABBA or BAAB, at random, so that no trend and no first place favours a side."""
-        taken: dict[str, list[Block]] = {"a": [], "b": []}
-        calls, started = _calls(workers["a"], workers["b"]), time.monotonic()
-        limit_s = min(self._terms.launch_s, LAUNCH_GPU_S) if self._kept else self._terms.launch_s
-        while not taken["a"] or time.monotonic() - started < limit_s:
-            for pair in self._rng.choice((("ab", "ba"), ("ba", "ab"))):
-                for side, block in self._pair(pair, workers, varied(calls, self._rng)).items():
-                    taken[side].append(block)
-        return taken["a"], taken["b"]
 
     def _pair(self, order: str, workers: dict[str, SideWorker], calls: int) -> dict[str, Block]:
         """Time two neighbouring blocks, again while the GPU's clock differs between them or is held down."""

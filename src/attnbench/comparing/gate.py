@@ -19,6 +19,7 @@ from attnbench.comparing.sides import DiedLoading, ForkedSide, Side, verify_alon
 from attnbench.comparing.text import ExperimentProgress
 from attnbench.comparison import FLOOR, Case, Comparison, Control, GateReport
 from attnbench.errors import UsageError
+from attnbench.results.records import outcome_text
 from attnbench.run import protocol as p
 from attnbench.run.git import commits_between, merge_base, root
 from attnbench.run.launch import refuse_distortion
@@ -277,7 +278,7 @@ def _judge_without_baseline(case: Case, side: Side) -> Case:
     except NotInRef as error:
         return replace(case, status="inconclusive", reason=str(error))
     case = replace(case, first=replace(case.first, record_b=record))
-    failure = f"{record.status.replace('_', ' ')}: {record.reason}" if not isinstance(record, Ok) else ""
+    failure = "" if isinstance(record, Ok) else outcome_text(record)
     if isinstance(record, Incorrect):
         return replace(case, status="wrong", reason=failure)
     if failure and case.status == "no_baseline":

@@ -26,8 +26,9 @@ from attnbench.comparison import ALPHA, FAILING, FLOOR, OPEN, Case, CaseStatus, 
 from attnbench.errors import BrokenFile
 from attnbench.files import convert, line_of, lines_of, read_toml
 from attnbench.results.ratios import LEAST_DIFFERENCE, Ratio, geometric_mean
+from attnbench.results.records import outcome_text
 from attnbench.results.sentences import counted
-from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Record, Timeout, Workload
+from attnbench.spec import Failed, Incorrect, Ok, OutOfMemory, Timeout, Workload
 
 Floors = Callable[[str, str], float]
 """Function of (implementation, workload id): share that a case must be slower by before it counts."""
@@ -128,24 +129,20 @@ def _by_numbers(stages: Sequence[Comparison]) -> tuple[CaseStatus, str] | None:
     """Return the status if one of the sides lacks right results; None if times may decide."""
     for stage in stages:
         if isinstance(stage.record_b, Incorrect):
-            return "wrong", _reason_text(stage.record_b)  # even if the baseline is wrong, was lost or refuses the case
+            return "wrong", outcome_text(stage.record_b)  # even if the baseline is wrong, was lost or refuses the case
         if isinstance(stage.record_a, Ok) and stage.record_b is not None and not isinstance(stage.record_b, Ok):
-            return "wrong", _reason_text(stage.record_b)
+            return "wrong", outcome_text(stage.record_b)
     a, b = (stages[0].record_a, stages[0].record_b) if stages else (None, None)
     if a is None or isinstance(a, Ok):
         return None
     if isinstance(a, Failed | Timeout | OutOfMemory):
         # The baseline did not refuse the case: it was lost, so there is nothing to compare the current result with.
         if b is not None and (b.status, b.reason) == (a.status, a.reason) and not stages[0].died:
-            return "not_measured", f"neither side gave a result: {_reason_text(a)}"
-        return "inconclusive", f"the baseline was lost: {_reason_text(a)}"
+            return "not_measured", f"neither side gave a result: {outcome_text(a)}"
+        return "inconclusive", f"the baseline was lost: {outcome_text(a)}"
     if isinstance(b, Ok):
-        return "no_baseline", f"the baseline: {_reason_text(a)}"
-    return "not_measured", _reason_text(a)
-
-
-def _reason_text(record: Record) -> str:
-    return f"{record.status.replace('_', ' ')}: {record.reason}"
+        return "no_baseline", f"the baseline: {outcome_text(a)}"
+    return "not_measured", outcome_text(a)
 
 
 def _by_time(first: Comparison | None, second: Comparison | None) -> tuple[CaseStatus, str]:

@@ -20,6 +20,7 @@ from attnbench.comparison import ALPHA, EXIT_CODES, FAILING, Case, CaseStatus, C
 from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.environment import environment_line
+from attnbench.results.records import grouped
 from attnbench.results.sentences import counted
 
 ORDER: tuple[CaseStatus, ...] = (
@@ -55,7 +56,7 @@ def print_gate(console: Console, report: GateReport) -> None:
         _say(console, f"  controls: {'   '.join(control_text(control) for control in report.controls)}")
     measured = [case for case in report.cases if case.status != "not_measured"]
     if measured:
-        console.print(_table(measured), highlight=False)
+        console.print(_table(measured))
     for reason, names in not_measured(report.cases):
         _say(console, f"  not measured: {', '.join(map(shortened, names))} ({shortened(reason)})")
     for warning in report.warnings:
@@ -65,7 +66,7 @@ def print_gate(console: Console, report: GateReport) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _table(cases: Iterable[Case]) -> Table:
@@ -87,13 +88,12 @@ def _table(cases: Iterable[Case]) -> Table:
 
 def not_measured(cases: Iterable[Case]) -> list[tuple[str, list[str]]]:
     """Return each reason with the implementations that were not measured because of it."""
-    groups: dict[str, list[str]] = {}
-    for case in cases:
-        if case.status == "not_measured":
-            names = groups.setdefault(one_line(case.reason) or "no reason given", [])
-            if case.implementation not in names:
-                names.append(one_line(case.implementation))
-    return list(groups.items())
+    left = (case for case in cases if case.status == "not_measured")
+    groups = grouped(left, lambda case: one_line(case.reason) or "no reason given")
+    return [
+        (reason, list(dict.fromkeys(one_line(case.implementation) for case in group)))
+        for reason, group in groups.items()
+    ]
 
 
 def ordered(cases: Iterable[Case]) -> list[Case]:

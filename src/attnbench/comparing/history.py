@@ -26,6 +26,7 @@ from attnbench.report.terminal import plain_table
 from attnbench.report.units import significant
 from attnbench.results.ratios import LEAST_STEP
 from attnbench.results.records import is_anchor, is_timed, label
+from attnbench.results.run_file import Run
 from attnbench.results.sentences import capped, counted
 from attnbench.run.git import commit_order, commits_between, is_ancestor, is_repository
 from attnbench.run.user_functions import one_source
@@ -64,19 +65,11 @@ first is no ancestor of the second."""
 
 
 class HistoryFile(Struct, frozen=True):
-    """A run file or a baseline: its time and its records."""
+    """A run file, or a baseline as a run of its record and anchors."""
 
-    created: str
-    records: Sequence[Record]
+    run: Run
     places: Mapping[str, str] = {}
     """File or module of each function that was given by reference, by its name."""
-    dates: Sequence[str] = ()
-    """When each record was made; empty if all were made when the file was."""
-
-    @property
-    def dated(self) -> list[tuple[str, Record]]:
-        """The records, each with the date when it was made."""
-        return list(zip(self.dates or [self.created] * len(self.records), self.records, strict=True))
 
 
 class CommitPoint(Struct, frozen=True, kw_only=True):
@@ -179,10 +172,10 @@ def gather(
     sources = list(sources)
     places, kinds = _spelled_alike(sources), _only_processors(sources)
     for source in sources:
-        for when, record in source.dated:
+        for when, record in source.run.dated:
             if not is_timed(record) or is_anchor(record):
                 continue
-            point = _point(record, source, when)
+            point = _point(record, source.run.records, when)
             if isinstance(point, str):
                 excluded.append(Excluded(record.cell.id, when, point))
             else:
@@ -207,7 +200,7 @@ def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
     the only known one, if there is just one."""
     spellings: dict[str, set[str]] = {}
     for source in sources:
-        for record in source.records:
+        for record in source.run.records:
             spellings.setdefault(record.implementation, set()).add(source.places.get(record.implementation, ""))
     alike: dict[str, dict[str, str]] = {}
     for name, found in spellings.items():
@@ -221,20 +214,20 @@ def _spelled_alike(sources: Sequence[HistoryFile]) -> dict[str, dict[str, str]]:
 def _only_processors(sources: Sequence[HistoryFile]) -> dict[str, str]:
     """Return for each fingerprint the only known kind of processor, which an unknown one is taken for."""
     kinds: dict[str, set[str]] = {}
-    for environment in (record.environment for source in sources for record in source.records):
+    for environment in (record.environment for source in sources for record in source.run.records):
         if environment is not None and environment.processor:
             kinds.setdefault(environment.fingerprint, set()).add(environment.processor)
     return {fingerprint: found.pop() for fingerprint, found in kinds.items() if len(found) == 1}
 
 
-def _point(record: Ok, source: HistoryFile, when: str) -> tuple[Key, CommitPoint] | str:
+def _point(record: Ok, records: Sequence[Record], when: str) -> tuple[Key, CommitPoint] | str:
     environment, time = record.environment, record.time
     assert time is not None
     if environment is None:
         return "its environment is unknown"
-    anchors = {one.implementation: one for one in anchors_beside(record, source.records)}
+    anchors = {one.implementation: one for one in anchors_beside(record, records)}
     if missing := [name for name in ANCHORS if name not in anchors]:
-        lacks = lacks_anchors(record, source.records, f"no {' and no '.join(missing)} for this workload")
+        lacks = lacks_anchors(record, records, f"no {' and no '.join(missing)} for this workload")
         return f"its run has {lacks}"
     first, times = anchors[ANCHORS[0]], [one.time for one in anchors.values() if one.time is not None]
     key = Key(
@@ -384,11 +377,11 @@ def describe_unseen(trends: Iterable[Trend]) -> str:
 def print_history(console: Console, trends: Sequence[Trend], excluded: Iterable[Excluded]) -> None:
     """Print the table, and below it how many records are left out and why."""
     if trends:
-        console.print(plain_table(_rows(trends)), highlight=False)
+        console.print(plain_table(_rows(trends)))
     reasons = Counter(one.reason for one in excluded)
     for reason, count in reasons.most_common():
         line = f"{counted(count, 'record')} left out: {shortened(reason)}."
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _rows(trends: Sequence[Trend]) -> list[dict[str, str]]:

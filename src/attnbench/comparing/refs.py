@@ -17,6 +17,7 @@ from msgspec import Struct
 from attnbench.config import load_settings
 from attnbench.errors import UsageError
 from attnbench.printable import printable
+from attnbench.results.sentences import some_of
 from attnbench.run import git
 from attnbench.run.machine import PREFIX, owned, remove_if_abandoned, scratch
 
@@ -26,8 +27,6 @@ OWNER = "attnbench-owner"
 """File beside a worktree's entry in the repository that shows who made it, and whether that process lives."""
 IMPORTABLE = (".py", ".so", ".pyd")
 LAST_LINES = 12
-MOST_NAMED = 3
-"""Files that a sentence names."""
 
 
 class BuildFailed(UsageError):
@@ -79,7 +78,7 @@ class Ref(Struct, frozen=True, kw_only=True):
         touched = sorted(name for name in self.files | now if self.files.get(name) != now.get(name))
         if touched:
             raise UsageError(
-                f"{named(touched)} of {self.name} changed after the build, so the tree no longer matches the ref: "
+                f"{some_of(touched)} of {self.name} changed after the build, so the tree no longer matches the ref: "
                 "the build command must write only to its own folder."
             )
 
@@ -172,9 +171,8 @@ def ignored_code(top: Path) -> list[str]:
     return [name for name in names if not any(within[folder] for folder in Path(name).parents)]
 
 
-def _changes(top: Path, outputs: Sequence[Path], *, untracked: bool = True) -> list[str]:
-    found = git.changes(top, untracked=untracked)
-    return [name for name in found if not any((top / name).is_relative_to(one) for one in outputs)]
+def _changes(top: Path, outputs: Sequence[Path]) -> list[str]:
+    return [name for name in git.changes(top) if not any((top / name).is_relative_to(one) for one in outputs)]
 
 
 def _left_out_notes(ref: str, commit: str, top: Path, outputs: Sequence[Path]) -> list[str]:
@@ -184,14 +182,8 @@ def _left_out_notes(ref: str, commit: str, top: Path, outputs: Sequence[Path]) -
     unknown = [name for name in _changes(top, outputs) if name not in known]
     notes = [f'{ref} does not contain the uncommitted changes of the working tree: "." includes them'] if known else []
     if unknown:
-        notes.append(f'{ref} does not contain {named(unknown)}, which git does not track: "." includes it')
+        notes.append(f'{ref} does not contain {some_of(unknown)}, which git does not track: "." includes it')
     return notes
-
-
-def named(files: Sequence[str]) -> str:
-    """Return the first names as text, with the number of the rest."""
-    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
-    return f"{', '.join(files[:MOST_NAMED])}{more}"
 
 
 def _forget_abandoned(top: Path) -> None:
@@ -238,7 +230,7 @@ def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
     strange = [str(folder) for folder in wanted if not folder.is_relative_to(ref.path.resolve())]
     if strange:
         raise UsageError(
-            f"{named(strange)} is not in {ref.name}, so every ref would import the same code from it: set pythonpath "
+            f"{some_of(strange)} is not in {ref.name}, so every ref would import the same code from it: set pythonpath "
             "in [tool.attnbench] to folders of the repository, relative to its root."
         )
     there = [folder for folder in wanted if folder.is_dir()]
@@ -249,7 +241,7 @@ def _ready(ref: Ref, build: str | None, pythonpath: Sequence[str]) -> Ref:
         )
     notes = [f"{ref.name} has no folder {folder.name}" for folder in wanted if folder not in there]
     if build and ref.name not in WORKING_TREE and (rebuilt := git.changes(ref.path, untracked=False)):
-        notes.append(f"the build of {ref.name} changed files that git tracks: {named(rebuilt)}")
+        notes.append(f"the build of {ref.name} changed files that git tracks: {some_of(rebuilt)}")
     facts = {"files": _fingerprint(ref.path, ref.outputs), "built_ns": built_ns}
     return msgspec.structs.replace(ref, pythonpath=tuple(there), notes=(*ref.notes, *notes), **facts)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnbench import registry
 from attnbench.comparing import forkserver as n
@@ -120,7 +120,13 @@ class _WorkerProcess:
         return []
 
     def poll(self) -> int | None:
-        return self._side.exit_code(self.pid)
+        """Return the exit code, of which the forkserver knows; None while the worker runs."""
+        try:
+            reply = self._side.ask(n.Inquire(self.pid))
+        except WorkerDied:
+            return 1
+        assert isinstance(reply, n.Ended)
+        return reply.code
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (10.0 if timeout is None else timeout)
@@ -151,20 +157,20 @@ class ForkedSide(Side):
         self._forkserver = Remote(self.code.framework, *started, self._output)
         try:
             for request in self.code.requests():
-                reply = self._ask(request)
+                reply = self.ask(request)
                 if isinstance(reply, p.Refused):
                     raise _refusal(self.code, reply)
                 self._forks = self._forks and not isinstance(reply, n.Unforkable)
         except WorkerDied as died:
-            self._end_forkserver()
+            self._forkserver.kill()
             raise DiedLoading(f"{self.code.label} could not be loaded: {died.reason}") from died
         except BaseException:
-            self._end_forkserver()
+            self._forkserver.kill()
             raise
         self._helpers = descendants(self._process.pid)
         """Processes that loading has started, for all workers."""
         if not self._forks:
-            self._end_forkserver()
+            self._forkserver.kill()
 
     def _process_of(self, module: str) -> tuple[subprocess.Popen[bytes], Connection]:
         code = self.code
@@ -177,7 +183,9 @@ class ForkedSide(Side):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+    def ask(self, question: n.Request, passing: socket.socket | None = None) -> n.Reply:
+        """Return the forkserver's answer; `passing` is a socket that follows the question."""
+
         def pass_on() -> None:
             if passing is not None:
                 with socket.socket(fileno=socket.dup(self._connection.fileno())) as channel:
@@ -205,7 +213,7 @@ class ForkedSide(Side):
             ProcessTree(process).kill()  # what an earlier worker left behind
         ours, theirs = socket.socketpair()
         with theirs:
-            reply = self._ask(n.Fork(seed), theirs)
+            reply = self.ask(n.Fork(seed), theirs)
         assert isinstance(reply, n.Forked)
         self._tree = ProcessTree(self._process.pid)
         self._workers.append(_WorkerProcess(reply.pid, self))
@@ -235,31 +243,16 @@ class ForkedSide(Side):
         self._tree.resume()
 
     def restart(self) -> None:
-        self._end_forkserver()
+        self._forkserver.kill()
         try:
             self._start()
         except UsageError as error:
             raise WorkerDied("failed", str(error)) from error
 
-    def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a worker; None while it runs."""
-        try:
-            reply = self._ask(n.Inquire(pid))
-        except WorkerDied:
-            return 1
-        assert isinstance(reply, n.Ended)
-        return reply.code
-
     def close(self) -> None:
         """End the forkserver, its workers and whatever these have started."""
-        self._end_forkserver()
+        self._forkserver.kill()
         self._output.close()
-
-    def _end_forkserver(self) -> None:
-        if self._process.poll() is None:
-            ProcessTree(self._process.pid).kill()
-        self._process.wait()
-        self._connection.close()
 
 
 def _refusal(code: Code, answer: p.Refused) -> UsageError:
@@ -350,7 +343,7 @@ class SideWorker:
         try:
             answer = self._worker.ask(question, self._timeout_s)
         except WorkerDied as died:
-            raise Lost(self._side, died.record(**self._facts), died=True) from died
+            raise Lost(self._side, died.record(**structs.asdict(self._cell)), died=True) from died
         self._live.pause()
         if isinstance(answer, p.Closed):
             raise Lost(self._side, answer.record)
@@ -360,13 +353,8 @@ class SideWorker:
             raise Lost(self._side, self._failed(answer.reason))
         return answer
 
-    @property
-    def _facts(self) -> dict[str, Any]:
-        cell = self._cell
-        return {"implementation": cell.implementation, "workload": cell.workload, "config": cell.config}
-
     def _failed(self, reason: str) -> Failed:
-        return Failed(reason=reason, **self._facts)
+        return Failed(reason=reason, **structs.asdict(self._cell))
 
     def abort(self) -> None:
         """Make a question that another thread has asked the worker fail at once."""

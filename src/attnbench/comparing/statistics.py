@@ -143,16 +143,6 @@ def published(metrics: Sequence[str]) -> str:
     return next((name for name in ("device", "wall") if name in metrics), metrics[0])
 
 
-def estimate(launches: Sequence[Launch], metric: str, alpha: float, floor: float = FLOOR) -> Estimate:
-    """Estimate the ratio by one metric; each bound of an interval errs with probability alpha.
-
-    The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
-    of them t keeps its level, while the bootstrap rejects two to six times too often. Trimming keeps a launch or two
-    that something else disturbed from hiding what the others show.
-    """
-    return _as_estimate(_evidence(launches, metric, alpha), metric, floor)
-
-
 def decide(
     launches: Sequence[Launch],
     metrics: Sequence[str],
@@ -300,6 +290,12 @@ def _as_estimate(one: _Evidence, metric: str, floor: float) -> Estimate:
 
 
 def _evidence(launches: Sequence[Launch], metric: str, alpha: float) -> _Evidence:
+    """Return the evidence by one metric; each bound of an interval errs with probability alpha.
+
+    The p-values are those of a trimmed t over the launches' medians. Launches are what is independent, and with 6 to 16
+    of them t keeps its level, while the bootstrap rejects two to six times too often. Trimming keeps a launch or two
+    that something else disturbed from hiding what the others show.
+    """
     logs = [_log_ratios(launch, metric) for launch in launches if launch.a and launch.b]
     if not logs:
         raise ValueError("no launch has blocks of both sides, so nothing can be estimated")

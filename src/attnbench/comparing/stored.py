@@ -15,8 +15,8 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from attnbench.comparing.baselines import Baseline, list_baselines, why_missing
 from attnbench.comparing.baselines import find as find_baseline
+from attnbench.comparing.baselines import list_baselines, why_missing
 from attnbench.comparing.gate_cases import Floors, OnInconclusive, case_of, geomean, judge, with_holm
 from attnbench.comparing.statistics import SES_TO_DETECT, clears
 from attnbench.comparison import ALPHA, Case, Comparison, Estimate, GateReport, Verdict
@@ -24,7 +24,7 @@ from attnbench.errors import UsageError
 from attnbench.measuring.anchors import NAMES, anchors_beside, lacks_anchors
 from attnbench.measuring.sampling import round_medians
 from attnbench.results.ratios import STORED_FLOOR, STORED_SAME, Ratio, combine, geometric_mean, paired_ratio
-from attnbench.results.records import is_anchor, label, machine_differences, on_one_clock, sitting_of
+from attnbench.results.records import is_anchor, label, machine_differences, on_one_clock, outcome_text, sitting_of
 from attnbench.results.run_file import Run, read_run
 from attnbench.run.user_functions import one_source, sources_of
 from attnbench.spec import DIRTY, Environment, Incorrect, Ok, Record
@@ -47,11 +47,8 @@ Z = NormalDist().inv_cdf(1 - ALPHA)
 def gate_stored(baseline: Path, current: Path, floors: Floors, on_inconclusive: OnInconclusive) -> GateReport:
     """Compare a run file with another one, or with a folder of baselines; raises UsageError if the machines differ."""
     run = read_run(current)
-    if baseline.is_dir():
-        old, cases = None, _against_folder(baseline, run, floors)
-    else:
-        old = read_run(baseline)
-        cases = _against_run(old, run, floors)
+    old = None if baseline.is_dir() else read_run(baseline)
+    cases = _against_folder(baseline, run, floors) if old is None else _against_run(old, run, floors)
     judgement = judge(cases, (), on_inconclusive)
     reasons = {case.first.reason for case in cases if case.first is not None}
     itself = (NOTHING_NEW,) if reasons == {SAME_MEASUREMENT} else ()
@@ -93,7 +90,12 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             f"the environment of {homeless.cell.id} in the current run is unknown, so its baseline cannot be found: "
             "measure it again with `attnbench run`."
         )
-    sources, kept = sources_of(run), _kept_here(folder, run.records)
+    sources, known = sources_of(run), [one.environment for one in run.records if one.environment is not None]
+    kept = {  # the baselines of the run's machine, with any software; all if the machine is not known
+        one.record.cell.id: one
+        for one in list_baselines(folder)
+        if not known or not all(machine_differences(one.environment, here) for here in known)
+    }
     for record in records:
         here, name, other = record.environment, record.implementation, ""
         if here is None:  # its worker was lost before it named its environment
@@ -113,16 +115,6 @@ def _against_folder(folder: Path, run: Run, floors: Floors) -> list[Case]:
             case = replace(case, status="no_baseline", reason=why)
         cases.append(case)
     return [*_corrected(cases), *_not_run([one.record for one in kept.values()], records)]
-
-
-def _kept_here(folder: Path, records: Sequence[Record]) -> dict[str, Baseline]:
-    """Return the baselines of a run's machine by their cells, with any software; all if the machine is not known."""
-    known = [one.environment for one in records if one.environment is not None]
-    return {
-        one.record.cell.id: one
-        for one in list_baselines(folder)
-        if not known or not all(machine_differences(one.environment, here) for here in known)
-    }
 
 
 def _not_run(kept: Sequence[Record], records: Sequence[Record]) -> list[Case]:
@@ -206,11 +198,7 @@ def cases_of_runs(baseline: Sequence[Record], current: Sequence[Record], floor_o
     cases: list[Case] = []
     for cell, record in {**old, **new}.items():
         asked = floor_of(record.implementation, record.workload.id) if floor_of else STORED_FLOOR
-        a, b = old.get(cell), new.get(cell)
-        if a is None or b is None:
-            cases.append(_case_of_one_run(a, b))
-        else:
-            cases.append(_case(a, b, baseline, current, max(asked, STORED_FLOOR)))
+        cases.append(_case(old.get(cell), new.get(cell), baseline, current, max(asked, STORED_FLOOR)))
     return _corrected(cases)
 
 
@@ -276,8 +264,7 @@ def _why_imprecise(records: Sequence[Ok]) -> str:
     """Return why these times cannot show that nothing changed; empty if they can."""
     for record in records:
         assert record.time is not None
-        interval = record.time.ci95_ns
-        half = None if interval is None else (interval[1] - interval[0]) / 2 / record.time.median_ns
+        half = record.time.half_width
         if half is None or half > SHAKY:
             known = "comes from one round" if half is None else f"is known only to ±{half:.0%}"
             remedy = "measure both again with a larger --budget, or compare refs"
@@ -285,7 +272,19 @@ def _why_imprecise(records: Sequence[Ok]) -> str:
     return ""
 
 
-def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record], floor: float) -> Case:
+def _case(a: Record | None, b: Record | None, run_a: Sequence[Record], run_b: Sequence[Record], floor: float) -> Case:
+    """Return the case of a cell that both runs, or one of them, hold."""
+    if a is None or b is None:
+        record = a or b
+        assert record is not None
+        case = case_of(label(record), record.workload, None)
+        if isinstance(b, Incorrect):
+            return replace(case, status="wrong", reason=outcome_text(b))
+        if isinstance(b, Ok):
+            return replace(case, status="no_baseline", reason="not in the baseline run")
+        if isinstance(a, Ok):
+            return replace(case, status="missing", reason=MISSING)
+        return replace(case, reason="not in the current run" if b is None else b.reason)
     if not (isinstance(a, Ok) and isinstance(b, Ok)):
         return case_of(label(b), b.workload, _untimed(a, b, b.reason or a.reason or ""))
     comparison = compare_records(a, b, run_a, run_b, floor)
@@ -297,19 +296,6 @@ def _case(a: Record, b: Record, run_a: Sequence[Record], run_b: Sequence[Record]
         return case
     ratios = " and ".join(f"{one.ratio:.2f} by {name}" for name, one in comparison.estimates.items())
     return replace(case, status="regression", reason=f"slower than the stored run: {ratios}")
-
-
-def _case_of_one_run(a: Record | None, b: Record | None) -> Case:
-    record = a or b
-    assert record is not None
-    case = case_of(label(record), record.workload, None)
-    if isinstance(b, Incorrect):
-        return replace(case, status="wrong", reason=f"incorrect: {b.reason}")
-    if isinstance(b, Ok):
-        return replace(case, status="no_baseline", reason="not in the baseline run")
-    if isinstance(a, Ok):
-        return replace(case, status="missing", reason=MISSING)
-    return replace(case, reason="not in the current run" if b is None else b.reason)
 
 
 def _missing_times(a: Ok, b: Ok, run_a: Sequence[Record], run_b: Sequence[Record]) -> str:
@@ -375,20 +361,18 @@ def _p_above(excess: float, se: float) -> float:
 
 
 def _untimed(a: Record, b: Record, reason: str) -> Comparison:
+    """Return the comparison of two stored records without a verdict, and without their times."""
+    bare = [replace(one, time=None, also={}, throughput=None) if isinstance(one, Ok) else one for one in (a, b)]
     return Comparison(
         a=label(a),
         b=label(b),
         workload=b.workload,
         verdict=None,
         reason=reason,
-        record_a=_without_times(a),
-        record_b=_without_times(b),
+        record_a=bare[0],
+        record_b=bare[1],
         commit_a=a.environment.commit.removesuffix(DIRTY) if a.environment else "",
         commit_b=b.environment.commit.removesuffix(DIRTY) if b.environment else "",
         dirty_a=a.environment is not None and a.environment.is_dirty,
         dirty_b=b.environment is not None and b.environment.is_dirty,
     )
-
-
-def _without_times(record: Record) -> Record:
-    return replace(record, time=None, also={}, throughput=None) if isinstance(record, Ok) else record

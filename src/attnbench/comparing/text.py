@@ -28,16 +28,16 @@ WHERE = {"idle": "on an idle machine", "busy": "beside a busy process"}
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print a row per metric, then the notes, then the answer."""
-    console.print(f"[bold]{escape(comparison.workload.title)}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(comparison.workload.title)}[/bold]")
     if comparison.estimates:
-        console.print(_table(comparison), highlight=False)
+        console.print(_table(comparison))
     for note in comparison.notes:
-        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
     console.print()
     style = STYLES.get(comparison.verdict or "", "red")
     if comparison.verdict in ("slower", "faster") and "cpu" in comparison.estimates:
-        console.print(f"[dim]{escape(fine_print())}[/dim]", highlight=False, soft_wrap=True)
-    console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", highlight=False, soft_wrap=True)
+        console.print(f"[dim]{escape(fine_print())}[/dim]", soft_wrap=True)
+    console.print(f"[{style}]{escape(sentence(comparison))}[/{style}]", soft_wrap=True)
 
 
 def _table(comparison: Comparison) -> Table:
@@ -59,8 +59,11 @@ def _table(comparison: Comparison) -> Table:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the answer in one line, or why there is none."""
-    a, b = side_names(comparison)
+    """Return the answer in one line, or why there is none. Sides of one name are written with their commits."""
+    a, b = comparison.a, comparison.b
+    if a == b and comparison.commit_a != comparison.commit_b:
+        commits = (comparison.commit_a, comparison.commit_b)
+        a, b = (f"{name} @ {commit[:12]}" if commit else name for name, commit in zip((a, b), commits))
     if comparison.verdict is None:
         return f"{b} was not compared with {a}: {comparison.reason or 'one of the two could not be timed'}"
     figures = "; ".join(
@@ -126,15 +129,6 @@ def _slowdown_text(slowdown: float | None) -> str:
     return "" if slowdown is None or slowdown > MOST else units.percent(slowdown)
 
 
-def side_names(comparison: Comparison) -> tuple[str, str]:
-    """Return the names of both sides, with their commits if the names are equal."""
-    a, b = comparison.a, comparison.b
-    if a != b or comparison.commit_a == comparison.commit_b:
-        return a, b
-    at_a, at_b = (f" @ {commit[:12]}" if commit else "" for commit in (comparison.commit_a, comparison.commit_b))
-    return f"{a}{at_a}", f"{b}{at_b}"
-
-
 def ratio_and_interval(ratio: float, interval: Interval | None) -> str:
     """Return text such as 1.063 (1.041-1.085)."""
     return ratio_text(ratio) if interval is None else f"{ratio_text(ratio)} ({interval_text(interval)})"
@@ -187,7 +181,7 @@ class ExperimentProgress:
         """Note that another comparison starts."""
         self._title = f"{escape(printable(title))} · "
         if self._lines is not None:
-            self._lines.print(f"measuring {title}", highlight=False, markup=False, soft_wrap=True)
+            self._lines.print(f"measuring {title}", markup=False, soft_wrap=True)
         if self._status is not None:
             self._status.update(f"{self._title}starting both")
 

@@ -26,19 +26,27 @@ def environment_line(environment: Environment) -> str:
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Print the environments, then the implementations, then one sentence."""
+    """Print the environments, then whether each implementation runs here and if not, why, then one sentence."""
     for framework, environment in diagnosis.environments.items():
         where = escape(f"{environment.device_name} ({environment.device})")
-        console.print(f"[bold]{framework}[/bold]  {where}", highlight=False)
+        console.print(f"[bold]{framework}[/bold]  {where}")
         for name, value in environment_facts(environment):
-            console.print(f"  [dim]{name:12}[/dim] {escape(value)}", highlight=False)
+            console.print(f"  [dim]{name:12}[/dim] {escape(value)}")
     for framework, reason in diagnosis.frameworks.items():
         if reason is not None:
-            console.print(f"[bold]{framework}[/bold]  [red]not usable[/red]: {escape(reason)}", highlight=False)
+            console.print(f"[bold]{framework}[/bold]  [red]not usable[/red]: {escape(reason)}")
+    table = Table(box=None, header_style="bold", pad_edge=True)
+    for heading in ("implementation", "runs here"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("why not, or what to know", overflow="fold")
+    for state in diagnosis.implementations:
+        runs = "[green]yes[/green]" if state.timed else "[yellow]verify only[/yellow]"
+        answer = runs if state.reason is None else "[red]no[/red]"
+        table.add_row(escape(state.name), answer, escape(remark(state)))
     console.print()
-    console.print(implementation_table(diagnosis.implementations))
+    console.print(table)
     console.print()
-    console.print(diagnosis_verdict(diagnosis.implementations), highlight=False, markup=False)
+    console.print(diagnosis_verdict(diagnosis.implementations), markup=False)
 
 
 def environment_facts(environment: Environment) -> list[tuple[str, str]]:
@@ -64,19 +72,6 @@ def environment_facts(environment: Environment) -> list[tuple[str, str]]:
 
 def _listed(values: Mapping[str, object], between: str = " ") -> str:
     return ", ".join(f"{name}{between}{value}" for name, value in values.items())
-
-
-def implementation_table(states: Sequence[ImplementationState]) -> Table:
-    """Return a table with a row per implementation: whether it runs here, and if not, why and what would help."""
-    table = Table(box=None, header_style="bold", pad_edge=True)
-    for heading in ("implementation", "runs here"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("why not, or what to know", overflow="fold")
-    for state in states:
-        runs = "[green]yes[/green]" if state.timed else "[yellow]verify only[/yellow]"
-        answer = runs if state.reason is None else "[red]no[/red]"
-        table.add_row(escape(state.name), answer, escape(remark(state)))
-    return table
 
 
 def remark(state: ImplementationState) -> str:

@@ -74,10 +74,10 @@ class Silent(Listener):
         self.environments[framework] = environment
 
     def warning(self, text: str) -> None:
-        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}")
 
     def waiting(self, text: str) -> None:
-        self.console.print(escape(text), highlight=False)
+        self.console.print(escape(text))
 
     def __enter__(self) -> Silent:
         return self
@@ -96,7 +96,7 @@ class Lines(Silent):
 
     def planned(self, cells: Sequence[Planned]) -> None:
         self.count.plan(cells)
-        self.console.print(escape(headline(self.environments, cells)), highlight=False)
+        self.console.print(escape(headline(self.environments, cells)))
 
     def finished(self, record: Record) -> None:
         if is_anchor(record):
@@ -106,7 +106,7 @@ class Lines(Silent):
         if workload not in self._announced and not self.count.left[workload]:
             self._announced.add(workload)
             done = f"{len(self.count.finished)}/{len(self.count.runnable)} cells"
-            self.console.print(f"{done} · {escape(workload)}", highlight=False)
+            self.console.print(f"{done} · {escape(workload)}")
 
 
 class ToldColumn(ProgressColumn):
@@ -136,7 +136,7 @@ class Bars(Silent):
     def planned(self, cells: Sequence[Planned]) -> None:
         self.count.plan(cells)
         self._progress.start()
-        self._progress.console.print(escape(headline(self.environments, cells)), highlight=False)
+        self._progress.console.print(escape(headline(self.environments, cells)))
         self._draw()
 
     def stage(self, cell: Cell, stage: str) -> None:

@@ -105,8 +105,7 @@ def summary_lines(session: SessionFile) -> Iterator[str]:
     """Yield a line per time and per comparison, then the counts."""
     times = [(record, record.time) for record in session.records if record.time is not None]
     for record, time in times:
-        interval = units.half_interval(time.median_ns, time.ci95_ns)
-        yield f"{_what(record)}: {units.duration(time.median_ns)} {interval}"
+        yield f"{_what(record)}: {units.duration(time.median_ns)} {units.half_interval(time.half_width)}"
     for comparison in session.comparisons:
         yield f"{comparison.workload.id}: {sentence(comparison)}"
     compared = sum(one.verdict is not None for one in session.comparisons)

@@ -21,7 +21,7 @@ from attnbench.results.by_length import crossover
 from attnbench.results.families import FRAMEWORKS, OVERALL, Track, tracks
 from attnbench.results.growth import compute_bound, exponent, fits_until, memory_points, time_points
 from attnbench.results.recommend import compared_families, compared_tracks
-from attnbench.results.records import baseline, label, without_result
+from attnbench.results.records import baseline, label, status_words, without_result
 from attnbench.results.sentences import capped, count_notes, name_wrong, setback_sentences, speedups, wrong_sentences
 from attnbench.results.standings import Standings
 from attnbench.spec import Ok, Record
@@ -63,7 +63,7 @@ class MachineStandings(Struct, frozen=True):
 
     title: str
     standings: Standings
-    answer: Sequence[str]
+    verdicts: Sequence[str]
     """Sentences of the answer, without those about wrong results."""
     advice: Sequence[Recommendation]
 
@@ -325,14 +325,14 @@ def _blocks(part: MachineStandings, speed: Document, titled: bool, wrong: bool) 
     shown = part.records
     environments = {r.environment.fingerprint: r.environment for r in shown if r.environment is not None}
     heading = [part.title, "=" * len(part.title)] if titled else [*map(environment_line, environments.values())]
-    statuses = Counter(record.status.replace("_", " ") for record in shown).most_common()
+    statuses = Counter(map(status_words, shown)).most_common()
     counts = f"{len(shown)} cells: {', '.join(f'{n} {status}' for status, n in statuses)}"
     yield SummarySection("", [*heading, counts], ANSWER)
     sentences = [sentence for told in wrong_sentences(shown) for sentence in told] if wrong else []
     told = [f"Wrong: {textwrap.shorten(one, 2 * WIDTH, placeholder=' ...')}" for one in sentences]
     older = setback_sentences(part.standings.setbacks)
     yield SummarySection("", [*(told if len(told) <= MOST_WRONG else [_all_wrong(shown)]), *older], MOST_LINES)
-    yield SummarySection("", part.answer, ANSWER)
+    yield SummarySection("", part.verdicts, ANSWER)
 
     def pick_words(pick: Pick) -> str:
         others = "".join([f" = {name}" for name in pick.same] + [f" ≈ {pick.equal}"] * bool(pick.equal))

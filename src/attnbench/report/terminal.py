@@ -15,7 +15,7 @@ from attnbench.printable import shortened
 from attnbench.report import units
 from attnbench.report.environment import environment_line
 from attnbench.report.units import DASH
-from attnbench.results.records import is_anchor, is_timed, label, share_of_allowed
+from attnbench.results.records import grouped, is_anchor, is_timed, label, share_of_allowed, status_words
 from attnbench.results.sentences import capped, count_notes, counted, format_ratio, not_run
 from attnbench.results.standings import NOT_COMPARED, Row, Standings
 from attnbench.spec import Ok, OutOfMemory, Ranks, Record, Time, Unsupported
@@ -51,11 +51,11 @@ def print_rankings(console: Console, records: Sequence[Record] | Standings, agai
     standings = records if isinstance(records, Standings) else Standings([records], against)
     for standing in standings.overall.values():
         console.print()
-        console.print(f"[bold]{escape(standing.workload.title)}[/bold]", highlight=False)
+        console.print(f"[bold]{escape(standing.workload.title)}[/bold]")
         print_ranking(console, standing.rows, standings.baselines[standing.workload.step])
     print_not_run(console, standings.records)
     for note in count_notes(standings.records):
-        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
+        console.print(f"[yellow]note:[/yellow] {escape(note)}")
 
 
 def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> None:
@@ -66,19 +66,17 @@ def print_ranking(console: Console, rows: Sequence[Row], base: str | None) -> No
         waits = [(row.implementation, ratio) for row, record in timed if (ratio := host_limit(record)) is not None]
         if waits:
             told = ", ".join(f"{ratio:.1f}x its kernel time ({escape(name)})" for name, ratio in waits)
-            console.print(f"  {MARK} {HOST_LIMITED}: the call takes {told}", highlight=False, soft_wrap=True)
+            console.print(f"  {MARK} {HOST_LIMITED}: the call takes {told}", soft_wrap=True)
     for row in rows:
         if is_timed(row.record) and row.reason.startswith(NOT_COMPARED):
             told = f"{shortened(row.implementation)}  {shortened(row.reason)}"
-            console.print(f"  [dim]{DASH}  {escape(told)}[/dim]", highlight=False)
+            console.print(f"  [dim]{DASH}  {escape(told)}[/dim]")
         if is_timed(row.record) or isinstance(row.record, Unsupported):
             continue
-        status = row.record.status
-        told = (
-            "" if isinstance(row.record, Ok) else f"[{STYLES[status]}]{status.replace('_', ' ')}[/{STYLES[status]}]  "
-        )
+        style = STYLES.get(row.record.status)
+        told = "" if style is None else f"[{style}]{status_words(row.record)}[/{style}]  "
         name, why = escape(shortened(row.implementation)), escape(shortened(row.reason))
-        console.print(f"  {DASH}  {name}  {told}{why}", highlight=False, soft_wrap=True)
+        console.print(f"  {DASH}  {name}  {told}{why}", soft_wrap=True)
 
 
 def ranking_table(timed: Sequence[tuple[Row, Ok]], base: str | None, width: int = 200) -> Table:
@@ -137,7 +135,7 @@ def _columns(timed: Sequence[tuple[Row, Ok]], base: str | None) -> dict[str, lis
 def _time_text(time: Time | None) -> str:
     if time is None:
         return DASH
-    return f"{units.duration(time.median_ns)} {units.half_interval(time.median_ns, time.ci95_ns):>7}"
+    return f"{units.duration(time.median_ns)} {units.half_interval(time.half_width):>7}"
 
 
 def print_not_run(console: Console, records: Iterable[Record]) -> None:
@@ -146,19 +144,19 @@ def print_not_run(console: Console, records: Iterable[Record]) -> None:
     if refused:
         told = "; ".join(f"{', '.join(map(shortened, names))} ({shortened(reason)})" for reason, names in refused)
         console.print()
-        console.print(f"[dim]Not run:[/dim] {escape(told)}", highlight=False, soft_wrap=True)
+        console.print(f"[dim]Not run:[/dim] {escape(told)}", soft_wrap=True)
 
 
 def print_cell(console: Console, record: Record) -> None:
     """Print every figure of a record; figures that were not measured have the reason."""
     console.print()
-    console.print(f"[bold]{escape(label(record))}[/bold] on {escape(record.workload.title)}", highlight=False)
+    console.print(f"[bold]{escape(label(record))}[/bold] on {escape(record.workload.title)}")
     table = Table(box=None, show_header=False, pad_edge=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in cell_lines(record):
         table.add_row(escape(shortened(name)), escape(value))
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def cell_lines(record: Record) -> Iterator[Line]:
@@ -268,11 +266,11 @@ def _correctness(record: Ok) -> dict[str, str]:
 
 def count_statuses(records: Iterable[Record]) -> dict[str, dict[str, int]]:
     """Return implementation, with its tunables -> number of cells by status."""
-    counts: dict[str, Counter[str]] = {}
-    for record in records:
-        if not is_anchor(record):
-            counts.setdefault(label(record), Counter())[record.status] += 1
-    return {name: {status: found[status] for status in STATUSES} for name, found in counts.items()}
+    groups = grouped((record for record in records if not is_anchor(record)), label)
+    return {
+        name: {status: sum(one.status == status for one in group) for status in STATUSES}
+        for name, group in groups.items()
+    }
 
 
 def print_verification(console: Console, records: Sequence[Record], explain: bool = False) -> None:
@@ -284,13 +282,13 @@ def print_verification(console: Console, records: Sequence[Record], explain: boo
     for record in wrong:
         title = f"{label(record)} · {record.workload.id}"
         told = f"{shortened(title)}: {shortened(record.reason)}"
-        console.print(f"  [red]{record.status.replace('_', ' ')}[/red]  {escape(told)}", highlight=False)
+        console.print(f"  [red]{status_words(record)}[/red]  {escape(told)}")
         if explain:
             _explain(console, record)
     if wrong and not explain:
         console.print("  [dim]--explain shows where[/dim]")
     console.print()
-    console.print(verification_verdict(records), highlight=False, markup=False)
+    console.print(verification_verdict(records), markup=False)
 
 
 def _verification_table(records: Sequence[Record]) -> Table:
@@ -325,7 +323,7 @@ def _explain(console: Console, record: Record) -> None:
             allowed = getattr(errors, f"{field}_allowed")
             lines.append(f"{part}: error {units.error(error)}, allowed {units.error(allowed)}")
     for line in lines if isinstance(record, Ok) else [*lines, *detail_lines(record.detail)]:
-        console.print(f"      {escape(line)}", highlight=False)
+        console.print(f"      {escape(line)}")
 
 
 def verification_verdict(records: Iterable[Record]) -> str:

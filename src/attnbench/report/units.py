@@ -55,11 +55,8 @@ def error(value: float | None) -> str:
     return DASH if value is None else "inf" if value > 1e300 else f"{value:.1e}"
 
 
-def half_interval(median: float, interval: tuple[float, float] | None) -> str:
-    """Return half the width of an interval in percent of the median."""
-    if interval is None:
+def half_interval(share: float | None) -> str:
+    """Return half the width of an interval, as a share of its median, in percent."""
+    if share is None:
         return DASH
-    share = 100 * (interval[1] - interval[0]) / 2 / median if median else 0.0
-    if share > 100:
-        return ">100 %"
-    return f"±{share:.{1 if share < 9.95 else 0}f} %"
+    return ">100 %" if share > 1 else f"±{100 * share:.{1 if 100 * share < 9.95 else 0}f} %"

@@ -11,7 +11,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from attnbench.policy.shapes import mask_kind, part_kind
-from attnbench.results.records import device_of, framework_of, is_anchor, label
+from attnbench.results.records import device_of, framework_of, grouped, is_anchor, label
 from attnbench.spec import Pass, Record, Workload
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
@@ -81,6 +81,11 @@ def length(workload: Workload) -> int:
     return workload.kv_len
 
 
+def length_text(workload: Workload) -> str:
+    """Return the length as text: 512, or 11 x 827 if queries and keys differ in number."""
+    return f"{workload.q_len}" if workload.q_len == workload.kv_len else f"{workload.q_len} x {workload.kv_len}"
+
+
 def family_of(record: Record) -> Family:
     """Return the family that a record belongs to."""
     return family_of_shape(record.workload, device_of(record), framework_of(record))
@@ -107,10 +112,7 @@ def family_of_shape(w: Workload, device: str = "", framework: str = "") -> Famil
 def tracks(records: Iterable[Record]) -> Tracks:
     """Return every track of the records, without the anchors; of several records of one cell the last."""
     cells = {(family_of(record), record.cell.id): record for record in records if not is_anchor(record)}
-    families: dict[Family, list[Record]] = {}
-    for (family, _), record in cells.items():
-        families.setdefault(family, []).append(record)
-    return tracks_of(families)
+    return tracks_of(grouped(cells.values(), family_of))
 
 
 def tracks_of(families: Mapping[Family, Iterable[Record]]) -> Tracks:

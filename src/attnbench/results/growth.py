@@ -115,10 +115,8 @@ def time_points(records: Iterable[Record]) -> list[MeasuredLength]:
     points = []
     for record in records:
         if is_timed(record) and record.time is not None:
-            time, spread = record.time, None
-            if time.ci95_ns is not None:
-                spread = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / NORMAL / time.median_ns
-            n = length(record.workload)
+            time, half, n = record.time, record.time.half_width, length(record.workload)
+            spread = None if half is None else half / NORMAL
             points.append(MeasuredLength(length=n, value=time.median_ns, spread=spread, theory=record.cost.flops))
     return points
 

@@ -14,28 +14,17 @@ from msgspec import structs
 
 from attnbench.results.advice import Figure, Kind, Pick, Recommendation, advise_family, listed, ratio_figure
 from attnbench.results.by_length import flash_of, launch_bound_of, threshold_of
-from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, tracks, tracks_of
+from attnbench.results.families import FRAMEWORKS, OVERALL, Family, Tracks, family_of, length_text, tracks, tracks_of
 from attnbench.results.growth import fitting_of
 from attnbench.results.ratios import LEAST_DIFFERENCE, RANK_LEVEL, Ratio
-from attnbench.results.records import BASELINES, device_of, framework_of, matches
+from attnbench.results.records import BASELINES, framework_of, matches
 from attnbench.results.sentences import all_of, counted, format_ratio, format_span, slightly_apart, vague
 from attnbench.results.standings import Standing, Standings
 from attnbench.results.tally import Tally, Verdict
-from attnbench.spec import PASSES, Ok, Record
+from attnbench.spec import PASSES, Ok
 
 MOST_PLACES = 3
 MOST_OTHERS = 3
-
-
-def recommend(*runs: Sequence[Record], against: Sequence[str] = ()) -> list[Recommendation]:
-    """Return the advice that runs support, the oldest run first, device by device; `against` names what the headline
-    compares with."""
-    devices = dict.fromkeys(device_of(record) for run in runs for record in run)
-    return [
-        one
-        for device in devices
-        for one in advise(Standings([[r for r in run if device_of(r) == device] for run in runs], against))
-    ]
 
 
 def advise(standings: Standings) -> list[Recommendation]:
@@ -268,5 +257,4 @@ def _others(tally: Tally, names: Sequence[str]) -> str:
 
 
 def _place(record: Ok) -> str:
-    w = record.workload
-    return f"{w.batch} x {w.q_len}" if w.q_len == w.kv_len else f"{w.batch} x {w.q_len} x {w.kv_len}"
+    return f"{record.workload.batch} x {length_text(record.workload)}"

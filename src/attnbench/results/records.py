@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeGuard, TypeVar
 
 from msgspec import structs
 
 from attnbench.policy.policy import label_of
 from attnbench.spec import Cell, Environment, Errors, Ok, Record, Throughput
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 ANCHOR = "anchor."
 """Prefix of the kernels that are timed beside a run to tell how fast its machine was; never ranked."""
 BASELINES = ("torch.eager", "jax.einsum", "numpy.float32")
@@ -76,22 +78,33 @@ def matches(name: str, wanted: str) -> bool:
     return name == wanted or name.startswith((f"{wanted}.", f"{wanted}-"))
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return key -> the items that have it; keys and items keep the order of the items."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def by_workload(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Return workload id -> its records, in the order they were made, without the anchors."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if not is_anchor(record):
-            groups.setdefault(record.workload.id, []).append(record)
-    return groups
+    return grouped((one for one in records if not is_anchor(one)), lambda record: record.workload.id)
 
 
-def without_result(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+def status_words(record: Record) -> str:
+    """Return the status of a record in words, such as out of memory."""
+    return record.status.replace("_", " ")
+
+
+def without_result(records: Iterable[Record]) -> Mapping[tuple[str, str], Sequence[Record]]:
     """Return status in words and reason -> the records that have no result for it, in the order they were made."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if not isinstance(record, Ok):
-            groups.setdefault((record.status.replace("_", " "), record.reason), []).append(record)
-    return groups
+    lost = (record for record in records if not isinstance(record, Ok))
+    return grouped(lost, lambda record: (status_words(record), record.reason))
+
+
+def outcome_text(record: Record) -> str:
+    """Return the status and the reason of a record that has no result."""
+    return f"{status_words(record)}: {record.reason}"
 
 
 def baseline(records: Sequence[Record], against: Sequence[str] = ()) -> str | None:

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf, isfinite
@@ -98,6 +98,12 @@ class Run(Struct, frozen=True):
         """The records, each with the date when it was made."""
         return list(zip(self.dates or [self.header.created] * len(self.records), self.records, strict=True))
 
+    def only(self, keep: Callable[[Record], bool]) -> Run:
+        """Return the run with some of its records."""
+        kept = [one for one in self.dated if keep(one[1])]
+        dates, records = zip(*kept) if kept else ((), ())
+        return msgspec.structs.replace(self, records=records, dates=dates)
+
     @property
     def headers(self) -> tuple[Header, ...]:
         """All headers, in order."""
@@ -124,6 +130,15 @@ class Run(Struct, frozen=True):
         return frozenset(
             record.cell.id for record in self.records if not getattr(record, "unstarted", False) and not is_cut(record)
         )
+
+
+class NamedRun(Struct, frozen=True):
+    """A run file that was read, and its name on a page or in an export."""
+
+    name: str
+    run: Run
+    path: str = ""
+    """Path as the user gave it, for commands."""
 
 
 def new_header(version: str, suite: str, request: Mapping[str, Any] | None = None, **facts: Any) -> Header:
@@ -174,11 +189,13 @@ class RunWriter:
         lines: list[Line] = []
         when = _now() if self._is_resumed else ""
         for record in records:
-            environment = record.environment
-            key = None if environment is None else environment_key(environment)
-            if environment is not None and key is not None and key not in self._known:
-                self._known.add(key)
-                lines.append(EnvironmentLine(key, environment.fingerprint, environment))
+            environment, key = record.environment, None
+            if environment is not None:  # the key is the fingerprint, and six digits over everything else in it
+                whole = msgspec.json.encode(environment, order="sorted")
+                key = f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
+                if key not in self._known:
+                    self._known.add(key)
+                    lines.append(EnvironmentLine(key, environment.fingerprint, environment))
             stored = msgspec.structs.replace(record, environment=None)
             if record.errors is not None:  # JSON has neither NaN nor infinity: the largest float replaces both
                 values = msgspec.structs.asdict(record.errors)
@@ -223,12 +240,6 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         probe = folder / f".probe-{secrets.token_hex(4)}"
         probe.touch()
         probe.unlink()
-
-
-def environment_key(environment: Environment) -> str:
-    """Return the fingerprint, and six digits over everything else in the environment."""
-    whole = msgspec.json.encode(environment, order="sorted")
-    return f"{environment.fingerprint}.{hashlib.sha256(whole).hexdigest()[:6]}"
 
 
 def slug(text: str) -> str:

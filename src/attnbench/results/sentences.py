@@ -21,12 +21,15 @@ from attnbench.results.records import (
     by_workload,
     clock_of,
     device_of,
+    grouped,
     is_one_machine,
     is_timed,
     label,
     labelled,
     named_record,
+    outcome_text,
     sitting_of,
+    status_words,
     without_result,
 )
 from attnbench.results.standings import NOT_COMPARED, NOT_TIMED, Row, Setback, Standing, Standings
@@ -42,6 +45,8 @@ ADVICE = {
     HOST_LIMITED: "their device waits for the host, so that a call takes longer than its kernels; a graph may help",
 }
 """The closed list of warnings: how a note begins -> what to do about it."""
+MOST_NAMED = 3
+"""Files or shapes that a sentence names."""
 MOST_REASONS = 3
 LONGEST_REASON = 110
 ATTENTION = "attention"
@@ -103,6 +108,12 @@ def capped(parts: Sequence[str], most: int, more: str = "and {} more") -> list[s
     """Return the first parts, then one that says how many more there are."""
     left = len(parts) - most
     return list(parts) if left <= 0 else [*parts[:most], more.format(left)]
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names as text, with the number of the rest."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def category(ratio: Ratio) -> Category:
@@ -272,7 +283,7 @@ def _nothing_timed(records: Sequence[Record]) -> str:
     verified = sum(isinstance(r, Ok) for r in records)
     if verified:
         return f"{counted(verified, 'cell')} verified, none was timed."
-    counts = Counter(r.status.replace("_", " ") for r in records)
+    counts = Counter(map(status_words, records))
     statuses = ", ".join(f"{n} {status}" for status, n in counts.most_common())
     return f"Nothing could be measured ({statuses or 'no cells'})."
 
@@ -280,10 +291,7 @@ def _nothing_timed(records: Sequence[Record]) -> str:
 def wrong_sentences(records: Sequence[Record], focus: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Return a sentence per implementation and setting with wrong results: those to print before the answer (never
     right, or in `focus`), and those to print after it (right, and ranked, on other shapes)."""
-    wrong: dict[str, list[Incorrect]] = {}
-    for record in records:
-        if isinstance(record, Incorrect):
-            wrong.setdefault(label(record), []).append(record)
+    wrong = grouped((record for record in records if isinstance(record, Incorrect)), label)
     right = {label(record) for record in records if isinstance(record, Ok)}
     before, after = [], []
     for name, failures in wrong.items():
@@ -312,19 +320,15 @@ def setback_sentences(found: Iterable[Setback]) -> list[str]:
 
 
 def _why(lost: Failed | OutOfMemory | Timeout | Unsupported | Incorrect) -> str:
-    return f"{lost.status.replace('_', ' ')}: {shortened(lost.reason).rstrip('.')}"
+    return f"{status_words(lost)}: {shortened(lost.reason).rstrip('.')}"
 
 
 def _lost_sentences(records: Sequence[Record], focus: Sequence[str]) -> list[str]:
     """Return one sentence per implementation of `focus`, and per setting of it, that crashed, hung or ran out of memory
     everywhere."""
-    by_label: dict[str, list[Record]] = {}
-    for record in sorted(
-        (one for one in records if one.implementation in focus), key=lambda one: focus.index(one.implementation)
-    ):
-        by_label.setdefault(label(record), []).append(record)
+    asked = (record for name in focus for record in records if record.implementation == name)
     sentences = []
-    for name, own in by_label.items():
+    for name, own in grouped(asked, label).items():
         lost = [record for record in own if not isinstance(record, Ok | Incorrect)]
         if lost and len(lost) == len(own):
             sentences.append(f"{name} is not ranked: {_why(lost[0])}.")
@@ -360,10 +364,8 @@ def describe_not_run(records: Sequence[Record]) -> str:
     lost = [record for record in records if not isinstance(record, Ok | Incorrect)]
     if not lost:
         return ""
-    states = ("" if record.status == "unsupported" else f"{record.status.replace('_', ' ')}: " for record in lost)
-    reasons = (
-        shorten(f"{state}{record.reason}", LONGEST_REASON, placeholder=" …") for state, record in zip(states, lost)
-    )
+    told = (record.reason if record.status == "unsupported" else outcome_text(record) for record in lost)
+    reasons = (shorten(one, LONGEST_REASON, placeholder=" …") for one in told)
     shown = Counter(reason.rstrip(".") for reason in reasons).most_common(MOST_REASONS)
     left = len(lost) - sum(n for _, n in shown)
     parts = [*(f"{reason} ({n})" for reason, n in shown), *([f"other reasons ({left})"] if left else [])]

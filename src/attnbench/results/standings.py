@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from msgspec import Struct, structs
@@ -24,6 +24,7 @@ from attnbench.results.records import (
     device_of,
     exact,
     framework_of,
+    grouped,
     is_anchor,
     is_one_machine,
     is_timed,
@@ -422,9 +423,7 @@ class Standings:
         self.runs = [[record for record in run if id(record) not in wrong] for run in whole]
         """The records that count, run by run."""
         self.against = tuple(against)
-        steps: dict[str, list[Record]] = {}
-        for record in (record for run in self.runs for record in run):
-            steps.setdefault(record.workload.step, []).append(record)
+        steps = grouped(chain.from_iterable(self.runs), lambda record: record.workload.step)
         self.baselines = {step: labelled(baseline(members, against), members) for step, members in steps.items()}
         """Step -> name of what speed-ups of its workloads are against."""
         self.by_run = [{key: self._rank(group) for key, group in by_workload(run).items()} for run in self.runs]

@@ -20,11 +20,10 @@ from attnbench.errors import BrokenFile, UsageError
 from attnbench.files import convert
 from attnbench.registry import is_reference
 from attnbench.results.run_file import Header, Run, RunWriter, check_writable, new_header, read_run
+from attnbench.results.sentences import some_of
 from attnbench.run.launch import Listener, Request
 from attnbench.run.user_functions import asked_references, fingerprint_sources, name_references
 from attnbench.spec import Environment, Record, Workload
-
-MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,10 @@ def describe_unreached(name: str, run: Run, elsewhere: Collection[str] = ()) -> 
     missing = unreached(run, elsewhere)
     if not missing:
         return None
-    more = len(missing) - MOST_NAMED
-    some = ", ".join(missing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     last = run.headers[-1].request
     command = resume_command(name, run, last.get("trace"), last.get("timeout_s"))
-    return f"{name} ended before {len(missing)} of its {len(_requested(run))} shapes ({some}): `{command}` continues it"
+    shapes = f"{len(missing)} of its {len(_requested(run))} shapes ({some_of(missing)})"
+    return f"{name} ended before {shapes}: `{command}` continues it"
 
 
 def _requested(run: Run) -> list[str]:

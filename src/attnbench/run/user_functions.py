@@ -26,6 +26,7 @@ from attnbench import frameworks, registry
 from attnbench.errors import UsageError
 from attnbench.frameworks.base import library_settings
 from attnbench.registry import is_reference
+from attnbench.results.records import grouped
 from attnbench.results.run_file import Run
 from attnbench.run import protocol as p
 from attnbench.run.plan import process_of
@@ -282,12 +283,9 @@ def asked_references(request: Mapping[str, Any]) -> list[str]:
 def told_apart(runs: Mapping[Path, Run]) -> tuple[dict[Path, Run], dict[str, str]]:
     """Return runs that are read together, with other names for functions of one name that come from different files,
     and the file of each new name: `fast:attend` and `slow:attend`, as one run of both would call them."""
-    found: dict[str, list[str]] = {}
-    for run in runs.values():
-        for reference in _references(run).values():
-            found.setdefault(reference.rpartition(":")[2], []).append(reference)
+    every = (reference for run in runs.values() for reference in _references(run).values())
     names: dict[str, str] = {}
-    for references in found.values():
+    for references in grouped(every, lambda reference: reference.rpartition(":")[2]).values():
         kept: list[str] = []
         for one in sorted(set(references), key=lambda one: (len(one), one)):
             where = one.rpartition(":")[0]

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic_ns, perf_counter_ns
+from time import monotonic_ns
 from typing import Any
 
 from msgspec import structs
@@ -146,15 +146,6 @@ class Worker:
             p.MeasureCeilings: self._ceilings,
             p.Release: self._release,
         }
-        self._turns: dict[type, Callable[[Any, Any], p.Answer]] = {
-            p.WarmUp: _warm_up,
-            p.TakeSample: lambda session, q: _sampled(session, lambda: session.sample(q.part, q.count, q.calls)),
-            p.TakeBlock: _take_block,
-            p.SampleOther: lambda session, q: _sampled(session, lambda: session.sample_other(q.clock, q.count)),
-            p.ExamineAfter: _examine_after,
-            p.Trace: _trace,
-        }
-        """Answers to questions about an open cell, from its session and the question."""
         # Bound here, so that replacing the method later is without effect.
         self._changes = (state or ProcessState(self._framework)).changes
         if state is not None:
@@ -165,8 +156,7 @@ class Worker:
         if isinstance(question, p.Turn):
             if (session := self._sessions.get(question.cell)) is None:
                 return p.Refused(f"{question.cell} is not open in this process", not_open=True)
-            turn = self._turns[type(question)]
-            answer = self._guarded(session.cell, lambda: turn(session, question))
+            answer = self._guarded(session.cell, lambda: _take_turn(session, question))
         else:
             answer = self._answers[type(question)](question)
         if os.getpid() != self._pid:
@@ -388,35 +378,29 @@ class Worker:
         return p.Done()
 
 
-def _warm_up(session: Session | anchors.AnchorSession, question: p.WarmUp) -> p.Warm:
-    start = perf_counter_ns()
-    session.warm_up(question.clock, question.brief)
-    facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
-    return p.Warm(*facts, perf_counter_ns() - start)
-
-
-def _sampled(session: Session | anchors.AnchorSession, sample: Callable[[], list[float]]) -> p.Sampled:
+def _take_turn(session: Any, question: p.Turn) -> p.Answer:
+    """Return the answer to a question about an open cell."""
+    if isinstance(question, p.ExamineAfter):
+        session.examine_after()
+        return p.Done()
+    if isinstance(question, p.Trace):
+        try:
+            return p.Traced(str(session.trace(Path(question.folder))))
+        except Exception as error:
+            return p.Refused(f"{type(error).__name__}: {error}")
     began_ns = monotonic_ns()
-    ns = sample()
+    if isinstance(question, p.WarmUp):
+        session.warm_up(question.clock, question.brief)
+        facts = (session.call_ns, session.parts, session.slow_clock, session.clock_name, session.other_clocks)
+        return p.Warm(*facts, monotonic_ns() - began_ns)
+    if isinstance(question, p.TakeBlock):
+        return p.BlockTaken(session.block(question.calls), began_ns, monotonic_ns())
+    if isinstance(question, p.TakeSample):
+        ns = session.sample(question.part, question.count, question.calls)
+    else:
+        ns = session.sample_other(question.clock, question.count)
     facts = (session.repeats, session.clock_ns, session.check_ns, began_ns, monotonic_ns())
     return p.Sampled(ns, *facts, waited=session.waited)
-
-
-def _take_block(session: Session, question: p.TakeBlock) -> p.BlockTaken:
-    began_ns = monotonic_ns()
-    return p.BlockTaken(session.block(question.calls), began_ns, monotonic_ns())
-
-
-def _examine_after(session: Session, question: p.ExamineAfter) -> p.Done:
-    session.examine_after()
-    return p.Done()
-
-
-def _trace(session: Session, question: p.Trace) -> p.Answer:
-    try:
-        return p.Traced(str(session.trace(Path(question.folder))))
-    except Exception as error:
-        return p.Refused(f"{type(error).__name__}: {error}")
 
 
 def _is_refused(change: StateChange, when: str, ours: bool) -> bool:

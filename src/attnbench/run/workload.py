@@ -21,6 +21,7 @@ from msgspec import structs
 from attnbench.measuring import anchors
 from attnbench.measuring.rates import above_roofline, cost_of, implausible, throughput_of
 from attnbench.measuring.sampling import WAITED, Dropped, Series, StopRule, interleave, summarise
+from attnbench.results.records import grouped
 from attnbench.run import protocol as p
 from attnbench.run.environment import BUSY_CORES, busy_cores
 from attnbench.run.machine import scratch
@@ -123,9 +124,7 @@ class WorkloadRun:
     def _run_together(self, cells: Sequence[Cell]) -> None:
         if not cells:
             return
-        groups: dict[Group, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(self._pool.group(cell.implementation), []).append(cell)
+        groups = grouped(cells, lambda cell: self._pool.group(cell.implementation))
         self._anchored: set[Group] = set()
         # Before anything is open: measuring them may cost a worker its life.
         environments = [self._pool.environment(group.framework) for group in groups if self._request.measure]
@@ -145,7 +144,10 @@ class WorkloadRun:
                     self._record_lost(lost)
                 else:
                     self._note_lost_sessions(lost, timed)
-                timed = self._open_again(lost.group, timed)
+                # The cells of the lost worker are opened again in a new one; the others stay as they are.
+                left = [one for one in timed if self._is_open(one.cell)]
+                again = self._open_group(lost.group, [one.cell for one in left if one.group == lost.group])
+                timed = [one for one in left if one.group != lost.group] + [one for one in again if one.opened.timed]
         used = [*groups, *(group for group in self._anchored if group not in groups)]
         with ThreadPoolExecutor(len(used) or 1) as threads:
             list(threads.map(self._release, used))
@@ -164,13 +166,6 @@ class WorkloadRun:
             self._record_lost(cell_died(lost.cell, lost.group, self._pool, died))
         self._lost_once.add(lost.group)
         self._listener.warning(f"a {lost.group.framework} worker ended while it was idle: its cells start again")
-
-    def _open_again(self, group: Group, timed: Sequence[RemoteCell]) -> list[RemoteCell]:
-        """Return the cells that are still to be measured; those of the group are opened again in a new worker."""
-        remaining = [one for one in timed if self._is_open(one.cell)]
-        cells = [one.cell for one in remaining if one.group == group]
-        again = [one for one in self._open_group(group, cells) if one.opened.timed]
-        return [*(one for one in remaining if one.group != group), *again]
 
     def _is_open(self, cell: Cell) -> bool:
         """Return whether a cell has no final record yet and is not put off."""
@@ -403,12 +398,11 @@ def _summaries(one: RemoteCell, series: Series) -> dict[str, Time]:
 
 
 def _warnings(time: Time) -> tuple[str, ...]:
-    if time.ci95_ns is None:
+    if (half := time.half_width) is None:
         return ("unstable samples: a single round does not show the spread",)
     if time.waited is not None and time.waited > UNSTABLE:
         return (f"{WAITED}: threads waited for a core, for up to {time.waited:.0%} of the time",)
-    half = (time.ci95_ns[1] - time.ci95_ns[0]) / 2 / time.median_ns
-    return (f"unstable samples: the median is known to ±{half:.0%} only",) if half > UNSTABLE else ()
+    return () if half <= UNSTABLE else (f"unstable samples: the median is known to ±{half:.0%} only",)
 
 
 OTHER_CLOCK_SAMPLES, FEWEST_BY_OTHER_CLOCK = 20, 5

@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from attnbench.measuring.rates import host_limit, notes_of
 from attnbench.report.html.layout import Cell, WinnerMap, lay_out, set_beside
-from attnbench.report.html.sections import Section, ShapeNames, length_text, name_shapes
-from attnbench.results.records import baseline, exact, framework_of, is_timed, label, share_of_allowed
+from attnbench.report.html.sections import Section, ShapeNames, name_shapes
+from attnbench.results.families import length_text
+from attnbench.results.records import baseline, exact, framework_of, grouped, is_timed, label, share_of_allowed
 from attnbench.results.sentences import format_ratio, speedups
 from attnbench.results.standings import Row, Setback, Standings
 from attnbench.spec import Errors, Incorrect, Ok, Record
@@ -91,12 +92,9 @@ def winner_rows(cells: Iterable[Cell]) -> list[Cell]:
     """Return a row for each shape: the cell with the first place, the other names of its kernel, and the next kernel.
     Places, kernels and who cannot be told apart come from the standings; the page reads the same of what passes its
     filters."""
-    shapes: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if cell.get("place") is not None:
-            shapes.setdefault(cell["workload"], []).append(cell)
+    ranked = (cell for cell in cells if cell.get("place") is not None)
     rows: list[Cell] = []
-    for members in shapes.values():
+    for members in grouped(ranked, lambda cell: cell["workload"]).values():
         first, *others = sorted(members, key=lambda cell: cell["place"])
         same = [cell["label"] for cell in others if cell["kernel"] == first["kernel"]]
         left = [cell for cell in others if cell["kernel"] != first["kernel"]]

@@ -375,14 +375,9 @@ def _roofline_spec(labels: Labels, roofs: tuple[tuple[str, float, float], ...]) 
     return _finish(alt.layer(*layers))
 
 
-def strip(name: str, labels: Sequence[str], value: str, title: str, needs: str, limit: float | None = None) -> Chart:
-    """Return a chart with a tick per cell and a line per implementation, on a logarithmic scale."""
-    spec = _strip_spec(tuple(labels), value, title, limit)
-    return Chart(name, spec, needs=needs, lines="label", step=22, legend=False)
-
-
 @drawn_once
-def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> Spec:
+def strip(name: str, labels: Labels, value: str, title: str, needs: str, limit: float | None = None) -> Chart:
+    """Return a chart with a tick per cell and a line per implementation, on a logarithmic scale."""
     x = _logarithmic(alt.X, "value", title)
     names = alt.Axis(labelExpr=SHORT_NAME, labelLimit=200, **BARE)
     ticks = (
@@ -402,7 +397,7 @@ def _strip_spec(labels: Labels, value: str, title: str, limit: float | None) -> 
     if limit is not None:
         bar = alt.Chart(alt.InlineData(values=[{"value": limit}])).mark_rule(strokeDash=[4, 3], color=GREY)
         layers.append(bar.encode(x=x))
-    return _finish(alt.layer(*layers))
+    return Chart(name, _finish(alt.layer(*layers)), needs=needs, lines="label", step=22, legend=False)
 
 
 def history(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Chart:

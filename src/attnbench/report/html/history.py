@@ -28,10 +28,11 @@ from attnbench.comparing.history import (
 from attnbench.comparing.history import gather as gather_series
 from attnbench.report.html import charts
 from attnbench.report.html.cells import Cells
-from attnbench.report.html.sections import ReportedRun, Section, ShapeNames
+from attnbench.report.html.sections import Section, ShapeNames
 from attnbench.report.html.views import LABEL, SHAPE, Column, View, own
 from attnbench.results.families import FRAMEWORKS
 from attnbench.results.ratios import LEAST_STEP
+from attnbench.results.run_file import NamedRun
 
 LEAST_RUNS = 2
 MOST_NAMED = 6
@@ -61,15 +62,14 @@ NO_HISTORY = History()
 
 
 def find_history(
-    sources: Sequence[ReportedRun],
+    sources: Sequence[NamedRun],
     places: Mapping[str, int],
     between: Callable[[str, str], Commits | None] | None = None,
 ) -> History:
     """Return the history of every cell, a point per run; `places` orders commits that git knows, else time does."""
     if len(sources) < LEAST_RUNS:
         return NO_HISTORY
-    runs = [HistoryFile(source.run.header.created, source.run.records, dates=source.run.dates) for source in sources]
-    series, excluded = gather_series(runs, places, per_run=True)
+    series, excluded = gather_series([HistoryFile(source.run) for source in sources], places, per_run=True)
     trends = [Trend(one, find_changes(one, between)) for one in series if len(one.points) >= LEAST_RUNS]
     trends.sort(key=lambda trend: -max((abs(change.ratio - 1) for change in trend.changes), default=0.0))
     return History(trends, excluded, [source.name for source in sources])

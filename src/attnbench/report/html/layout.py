@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from attnbench.results.records import BASELINES
+from attnbench.results.records import BASELINES, grouped
 from attnbench.results.standings import Standings
 from attnbench.results.tally import Tally
 
@@ -69,9 +69,7 @@ def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """Return title -> the cells of a map with two shapes or more. A family whose combinations all lie on the map of
     another family is a row of that map: an interrupted run leaves some families with fewer shapes than others, and one
     map must still show all of them."""
-    families: dict[str, list[Cell]] = {}
-    for cell in cells:
-        families.setdefault(MODELS if cell.get("model") else cell["family"], []).append(cell)
+    families = grouped(cells, lambda cell: MODELS if cell.get("model") else cell["family"])
     groups: list[tuple[str, frozenset[Combination], list[Cell]]] = []
     combinations = {title: frozenset(map(_combination, members)) for title, members in families.items()}
     for title in sorted(families, key=lambda name: -len(combinations[name])):

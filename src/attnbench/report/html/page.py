@@ -1,5 +1,8 @@
-"""The page, made of sections. Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in
-data, both remove controls of direction, and a content security policy by hash allows our scripts only."""
+"""The page, made of sections, and the page in brief as Markdown, for a pull request or a job's page.
+
+Names and reasons come from run files: jinja2 escapes them in markup, `script_json` in data, both remove controls of
+direction, and a content security policy by hash allows our scripts only. The Markdown escapes them as the gate's does.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ import msgspec
 from markupsafe import Markup
 from msgspec import Struct
 
+from attnbench.comparing.gate_text import LIMIT, clean
+from attnbench.measuring.rates import HOST_LIMITED
 from attnbench.report.environment import section_facts
-from attnbench.report.html.cells import Cells, make_cells, pack
+from attnbench.report.html.cells import Cells, make_cells, pack, winner_rows
 from attnbench.report.html.charts import DARK, LIGHT, order_labels, ranges, vega_script
 from attnbench.report.html.history import NO_HISTORY, History, history_view
-from attnbench.report.html.sections import ReportedRun, Section, gather
-from attnbench.report.html.views import View, make_views
+from attnbench.report.html.sections import Section, gather
+from attnbench.report.html.views import View, make_views, not_run
 from attnbench.report.summaries import MachineStandings, group_advice
+from attnbench.report.terminal import MARK
+from attnbench.report.units import DASH, duration, half_interval, percent
 from attnbench.results.advice import Recommendation
 from attnbench.results.recommend import advise
 from attnbench.results.records import by_workload, clock_of, is_timed
+from attnbench.results.run_file import NamedRun
 from attnbench.results.sentences import (
     answer,
+    capped,
     count_notes,
     counted,
     describe_not_run,
@@ -46,14 +55,16 @@ DEVICE_TIMES = (
 DIRECTIONS = dict.fromkeys((0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
 """Marks, embeddings and isolates: characters that turn the rest of a line around."""
 SCRIPTS = ("data.js", "tables.js", "charts.js", "main.js")
+MOST_ADVICE = 20
+MOST_SHAPES = 60
+MOST_REASONS = 20
+HEADING = "| shape | fastest | time | next best | regret |\n| --- | --- | ---: | --- | ---: |"
 
 
-class PageSection(Struct, frozen=True):
-    """A section with its views and sentences."""
+class PageSection(MachineStandings, frozen=True):
+    """A section with its views and sentences; its title names the runs if another section has the same words."""
 
     section: Section
-    title: str
-    """Device and versions, and the runs if another section has the same words."""
     cells: Cells
     views: list[View]
     headline: list[Recommendation]
@@ -64,7 +75,6 @@ class PageSection(Struct, frozen=True):
     """A sentence for each implementation with wrong results, and for each whose older times a newer run contradicts."""
     not_run: str
     """Number of cells that did not run and why, in one line; empty if all ran."""
-    advice: list[Recommendation]
     notes: list[str]
 
     @property
@@ -72,16 +82,11 @@ class PageSection(Struct, frozen=True):
         """Sentences about wrong results, and the verdicts."""
         return [*self.wrong, *self.verdicts]
 
-    @property
-    def verdicts(self) -> list[str]:
-        """Headline and remarks, sentence by sentence."""
-        return [*(one.text for one in self.headline), *self.remarks]
-
 
 class Page(Struct, frozen=True):
     """Sources and parts of which the page, the images and the Markdown are made."""
 
-    sources: Sequence[ReportedRun]
+    sources: Sequence[NamedRun]
     parts: list[PageSection]
     labels: list[str]
     """Every implementation that was timed, in the order of its colours."""
@@ -89,7 +94,7 @@ class Page(Struct, frozen=True):
     """A sentence for each run that ended before it had done what was asked."""
 
 
-def compose(sources: Sequence[ReportedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
+def compose(sources: Sequence[NamedRun], against: Sequence[str] = (), history: History = NO_HISTORY) -> Page:
     """Return the page of some runs: ranked, compared and laid out, but not drawn."""
     dated = [one for source in sources for one in source.run.dated]
     known, dates = setbacks([by_date(dated)]), {id(record): when for when, record in dated}
@@ -134,12 +139,9 @@ def _part(section: Section, title: str, cells: Cells, views: list[View]) -> Page
     before, after = wrong_sentences(standings.newest)
     remarks = [] if headline else [answer(standings, wrong=False)]
     wrong = [*before, *after, *setback_sentences(standings.setbacks)]
-    return PageSection(section, title, cells, views, headline, remarks, wrong, describe_not_run(records), advice, notes)
-
-
-def collect_standings(page: Page) -> list[MachineStandings]:
-    """Return the parts of which the summaries beside the page are made."""
-    return [MachineStandings(part.title, part.cells.standings, part.verdicts, part.advice) for part in page.parts]
+    verdicts = [*(one.text for one in headline), *remarks]
+    told = (headline, remarks, wrong, describe_not_run(records), notes)
+    return PageSection(title, standings, verdicts, advice, section, cells, views, *told)
 
 
 def render(page: Page) -> str:
@@ -206,3 +208,66 @@ def script_json(document: Any) -> str:
     """Return JSON without any character that could end a script element, begin markup or turn a line around."""
     text = one_way(msgspec.json.encode(document).decode())
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def summarise(page: Page) -> str:
+    """Return the answer, the winner of each shape and what did not run, cut to a length that GitHub accepts."""
+    left = [f"Note: {clean_sentence(sentence)}." for sentence in page.left]
+    blocks = [*left, *(block for part in page.parts for block in _blocks(part))]
+    kept: list[str] = []
+    for block in blocks:
+        if sum(len(one) + 2 for one in (*kept, block)) > LIMIT - 200:
+            kept.append("More is left out here: see the report.")
+            break
+        kept.append(block)
+    return "\n\n".join(kept) + "\n"
+
+
+def _blocks(part: PageSection) -> list[str]:
+    blocks = [f"### {clean(part.title)}", "\n".join(map(clean_sentence, part.answer))]
+    advice = [one for one in part.advice if one.kind != "overall"]
+    if advice:
+        lines = [f"- {clean_sentence(one.text)}" for one in advice]
+        blocks.append("\n".join(capped(lines, MOST_ADVICE, "- {} more are in the report.")))
+    blocks += [f"Note: {clean_sentence(note)}." for note in part.notes]
+    return [*blocks, *_winners(part), *_left_out(part)]
+
+
+def clean_sentence(text: str) -> str:
+    """Return an escaped sentence, whole: `clean` cuts a text that is too long for a cell of a table."""
+    return " ".join(clean(word) for word in text.split())
+
+
+def _winners(part: PageSection) -> list[str]:
+    found = winner_rows(part.cells.rows)
+    rows: list[str] = []
+    for row in found:
+        half = None if row.get("low") is None else (row["high"] - row["low"]) / 2 / row["ns"]
+        name = f"{row['label']} (the same kernel as {row['same']})" if row["same"] else row["label"]
+        host = f" {MARK} {row['host']:.1f}x" if row.get("host") else ""
+        time = f"{duration(row['ns'])} {half_interval(half)}{host}"
+        regret = DASH if row["regret"] is None else percent(row["regret"])
+        regret += " (too close to call)" if row["close"] else ""
+        fields = [row["shape"], name, time, row["next_label"] or DASH, regret]
+        rows.append(f"| {' | '.join(map(clean, fields))} |")
+    if not rows:
+        return []
+    table = "\n".join([HEADING, *rows[:MOST_SHAPES]])
+    if any(one.get("host") for one in found):
+        table += f"\n\n{clean(MARK)} {HOST_LIMITED}: the call takes that many times its kernel time"
+    left = len(rows) - MOST_SHAPES
+    return [table, f"{left} more shapes are in the report."] if left > 0 else [table]
+
+
+def _left_out(part: PageSection) -> list[str]:
+    rows = sorted(not_run(part.cells.records, part.cells.names), key=lambda row: -row["cells"])
+    if not rows:
+        return []
+    reasons = [
+        f"- {row['status']}, {counted(row['cells'], 'cell')}: {clean(row['labels'])}: {clean(row['reason'])}"
+        for row in rows
+    ]
+    lines = capped(reasons, MOST_REASONS, "- {} more reasons are in the report.")
+    count = sum(row["cells"] for row in rows)
+    title = f"<details><summary>{counted(count, 'cell')} without a result</summary>"
+    return ["\n".join([title, "", *lines, "", "</details>"])]

@@ -10,23 +10,14 @@ from itertools import product
 
 from msgspec import Struct, field
 
-from attnbench.results.families import FRAMEWORKS, family_of_shape
+from attnbench.results.families import FRAMEWORKS, family_of_shape, length_text
 from attnbench.results.records import is_anchor, is_timed, machine_differences
-from attnbench.results.run_file import Run
+from attnbench.results.run_file import NamedRun
 from attnbench.spec import Environment, Record, Workload
 
 MACHINE = ("device", "device_name", "capability", "cpu", "processor", "cores", "driver", "system")
 DIGEST = re.compile(r"[-+][0-9a-f]{8}\b")
 """Part of an id that distinguishes masks made of arrays, and says nothing to a reader."""
-
-
-class ReportedRun(Struct, frozen=True):
-    """A run file that was read, and its name on the page."""
-
-    name: str
-    run: Run
-    path: str = ""
-    """Path as the user gave it, for commands."""
 
 
 class Section(Struct):
@@ -69,7 +60,7 @@ class Section(Struct):
             self.environments.setdefault(name, environment)
 
 
-def gather(sources: Sequence[ReportedRun]) -> list[Section]:
+def gather(sources: Sequence[NamedRun]) -> list[Section]:
     """Return the sections of all runs, the one with most timed records first. A run is split before it is put beside
     others: its frameworks were timed in interleaved rounds and stay together."""
     sections: list[Section] = []
@@ -178,8 +169,3 @@ def axis_words(workload: Workload, digests: bool = True) -> dict[str, str]:
         "dtype": workload.dtype,
         "extras": family.extras,
     }
-
-
-def length_text(workload: Workload) -> str:
-    """Return the length as text: 512, or 11 x 827 if queries and keys differ in number."""
-    return f"{workload.q_len}" if workload.q_len == workload.kv_len else f"{workload.q_len} x {workload.kv_len}"

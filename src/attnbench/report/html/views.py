@@ -180,7 +180,7 @@ def make_views(cells: Cells, labels: Sequence[str], history: View) -> list[View]
                     "Every sample counts, none was dropped. A long tail is the machine's or the kernel's.",
                     table=PERCENTILES), _holds(cells, "ns")),
         _shown(View("compile", "Compile time", "Once per shape, before anything is timed.",
-                    [charts.strip("compile", labels, "datum.compile / 1e9", "Compile time (s)", "compile")],
+                    [charts.strip("compile", tuple(labels), "datum.compile / 1e9", "Compile time (s)", "compile")],
                     COMPILE), _holds(cells, "compile"), "Nothing that was timed had to be compiled."),
         _correctness(cells, labels),
         _frameworks(cells),
@@ -289,7 +289,7 @@ def _growth(cells: Cells) -> list[View | None]:
 def _correctness(cells: Cells, labels: Sequence[str]) -> View | None:
     beyond = any(cell.get("share", 0) > FARTHEST for cell in cells.rows)
     title = "Error / error allowed" + (f" ({FARTHEST:.0f}: as much or more)" if beyond else "")
-    drawn = [charts.strip("correctness", labels, "datum.drawn_share", title, "drawn_share", limit=1)]
+    drawn = [charts.strip("correctness", tuple(labels), "datum.drawn_share", title, "drawn_share", limit=1)]
     note = (
         "Relative error against float64, of the output or of the gradients, whichever made more of what it may. What "
         "is allowed follows from plain attention in the same precision; beyond the dashed line a result is wrong and "

@@ -16,8 +16,8 @@ from msgspec import Struct
 from attnbench.measuring.anchors import NAMES as ANCHORS
 from attnbench.measuring.sampling import round_medians
 from attnbench.printable import printable
-from attnbench.results.exports.table import ExportedRun
 from attnbench.results.records import machine_differences
+from attnbench.results.run_file import NamedRun
 from attnbench.results.standings import by_date, setbacks
 from attnbench.spec import DIRTY, Environment, Ok, Time
 
@@ -37,14 +37,14 @@ class Timed(Struct, frozen=True):
     created: str
 
 
-def timed(sources: Sequence[ExportedRun]) -> list[Timed]:
+def timed(sources: Sequence[NamedRun]) -> list[Timed]:
     """Return the timed cells without the anchors and without times that a newer run found incorrect; these tools know
     a benchmark by its name, so of several the newest counts."""
     found: dict[str, Timed] = {}
-    every = by_date(one for source in sources for one in source.dated)
+    every = by_date(one for source in sources for one in source.run.dated)
     wrong = {id(setback.record) for setback in setbacks([every]) if setback.is_wrong}
     for source in sources:
-        for when, record in source.dated:
+        for when, record in source.run.dated:
             if not isinstance(record, Ok) or record.time is None or record.implementation in ANCHORS:
                 continue
             if id(record) not in wrong:
@@ -96,7 +96,7 @@ def facts(one: Timed) -> dict[str, str]:
     return {name: printable(text) for name, text in told.items()}
 
 
-def pytest_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def pytest_benchmark(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return the document that `--benchmark-json` would have written, for `pytest-benchmark compare`. Times are in
     seconds, with one group per workload. The commit, and each fact of the machine, is that of all cells, or is not
     named; the time is that of the newest."""
@@ -168,7 +168,7 @@ def _stats(data: np.ndarray, iterations: int) -> dict[str, Any]:
     }
 
 
-def google_benchmark(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def google_benchmark(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return Google Benchmark's JSON: a repetition per round and the usual aggregates. Its `compare.py` demands a
     `cpu_time` too. Records hold one clock, so it is the same figure as `real_time`."""
     cells = timed(sources)
@@ -212,28 +212,25 @@ def _runs(one: Timed, family: int) -> list[dict[str, Any]]:
     return runs
 
 
-def bencher(sources: Sequence[ExportedRun]) -> dict[str, Any]:
+def bencher(sources: Sequence[NamedRun]) -> dict[str, Any]:
     """Return Bencher Metric Format: benchmark -> measure -> value with its bounds. Latency is in ns, throughput in
     calls/s, memory in bytes; `bencher run --adapter json --file FILE` reads it."""
-    return {one.name: _measures(one) for one in timed(sources)}
+    document: dict[str, dict[str, dict[str, float]]] = {}
+    for one in timed(sources):
+        latency, throughput = {"value": one.time.median_ns}, {"value": 1e9 / one.time.median_ns}
+        if one.time.ci95_ns is not None:
+            low, high = one.time.ci95_ns
+            latency |= {"lower_value": max(low, 0.0), "upper_value": high}
+            throughput["lower_value"] = 1e9 / high
+            if low > 0:
+                throughput["upper_value"] = 1e9 / low
+        measures = document[one.name] = {"latency": latency, "throughput": throughput}
+        if one.record.memory.peak_bytes is not None:
+            measures["peak-memory"] = {"value": float(one.record.memory.peak_bytes)}
+    return document
 
 
-def _measures(one: Timed) -> dict[str, dict[str, float]]:
-    latency = {"value": one.time.median_ns}
-    throughput = {"value": 1e9 / one.time.median_ns}
-    low, high = one.time.ci95_ns or (None, None)
-    if low is not None and high is not None:
-        latency |= {"lower_value": max(low, 0.0), "upper_value": high}
-        throughput["lower_value"] = 1e9 / high
-        if low > 0:
-            throughput["upper_value"] = 1e9 / low
-    measures = {"latency": latency, "throughput": throughput}
-    if one.record.memory.peak_bytes is not None:
-        measures["peak-memory"] = {"value": float(one.record.memory.peak_bytes)}
-    return measures
-
-
-def github_action_benchmark(sources: Sequence[ExportedRun]) -> list[dict[str, object]]:
+def github_action_benchmark(sources: Sequence[NamedRun]) -> list[dict[str, object]]:
     """Return github-action-benchmark's list (`tool: customSmallerIsBetter`): the median time of each cell in ns.
     `range` is half the interval of the median."""
     entries: list[dict[str, object]] = []
