@@ -292,7 +292,8 @@ def test_verification_alone_takes_no_samples(worker):
         "V = 1 gives 1", "permuted batch", "permuted heads", "overwritten inputs", "an unseen key changes nothing",
         "one key more or less", "logits far below 0", "exact under powers of two", "zeros are no padding",
         "light keys count", "Q, K and V in any order of memory", "a NaN that is seen shows",
-        "no memory of larger logits", "inputs in one array",
+        "no memory of larger logits", "inputs in one array", "no unwritten memory is read",
+        "nothing is read beyond its inputs",
     }  # fmt: skip
 
 

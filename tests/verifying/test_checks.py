@@ -21,6 +21,8 @@ def test_only_a_kernel_of_declared_error_or_a_short_examination_is_spared_checks
         "other batch rows and heads",
         "other values in the same memory",
         "Q, K and V in another order of memory",
+        "memory that was not written",
+        "memory beside the inputs",
         "inputs in one array",
         "dO in another order of memory",
         "LSE",

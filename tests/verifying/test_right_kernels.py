@@ -452,3 +452,38 @@ def test_queries_keys_and_values_in_one_array():
     assert (status, reason.partition(":")[0]) == (
         "incorrect", "the output is wrong if Q, K and V are the same array"
     )  # fmt: skip
+
+
+class AddsToWhatWasThere(Eager):
+    """As kernels that add to a buffer which nobody has cleared: new memory of this size holds zeros."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        sums = torch.empty(1 << 24)
+        return inner(*arrays) + sums[:1]
+
+
+class ReadsBehind(Eager):
+    """As kernels that read whole tiles, and give weight 0 to what lies behind the last value."""
+
+    def call(self, inner: Any, arrays: Any) -> Any:
+        v = arrays[2]
+        end = v.storage_offset() + v.numel()
+        behind = v.as_strided((1,), (1,), end) if v.untyped_storage().nbytes() > end * v.element_size() else 0.0
+        return inner(*arrays) + 0.0 * behind
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason", "held"),
+    [
+        (AddsToWhatWasThere(), "new memory does not hold zeros", "no unwritten memory is read"),
+        (ReadsBehind(), "NaN lies beside its inputs in memory", "nothing is read beyond its inputs"),
+    ],
+    ids=["unwritten", "behind"],
+)
+@pytest.mark.parametrize("pass_", ["forward", "train"])
+def test_a_kernel_that_reads_what_nobody_wrote(kernel: Eager, reason: str, held: str, pass_: str):
+    workload = Workload(batch=1, q_len=16, heads=2, head_dim=8, pass_=pass_)  # pyright: ignore
+    bench = mutations.Bench("cpu")
+    status, why = bench.verdict(kernel, workload)
+    assert (status, reason in why) == ("incorrect", True), why
+    assert held in examine(bench.subject(Eager(), workload), thorough=False).errors.properties

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from attnbench.frameworks.host_memory import filled_memory
 from attnbench.masks import Namespace
 from attnbench.spec import Array, Call, Environment, Layout, Pass, Ranks
 
@@ -443,6 +444,11 @@ class Framework(ABC):
     def held(self, device: str) -> int | None:
         """Return the bytes that the process holds now for arrays between calls; None if that is unknown."""
         return None
+
+    def filled_memory(self, device: str) -> AbstractContextManager[bool]:
+        """Fill memory with other numbers than zeros before it is handed out, while the block runs; the value says
+        whether that works here."""
+        return filled_memory() if device == "cpu" else nullcontext(False)
 
     def ranks(self, program: Program, inputs: Inputs, device: str) -> Ranks | None:
         """Return what each rank did if a call is spread over several, else None."""

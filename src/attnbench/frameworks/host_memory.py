@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,13 @@ FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "mem
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Text that sets the high-water mark of resident memory to what is resident now, when written to clear_refs."""
+
+M_PERTURB, FREED = -6, 0x3C
+"""glibc's option to fill memory when it is freed with this byte, and when it is handed out with its complement."""
+HANDED_OUT = FREED ^ 0xFF
+"""Byte of -391 in float32, -390 in bfloat16, -3.9 in float16 and -2.8e18 in float64."""
+FRESH_BYTES = 1 << 26
+"""Size that malloc takes from the system anew, as zeros, unless it fills it."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -104,3 +112,34 @@ def status_bytes(field: str) -> int:
         if line.startswith(field):
             return int(line.split()[1]) * 1024
     raise OSError(f"{STATUS} has no {field}")
+
+
+@contextmanager
+def filled_memory() -> Iterator[bool]:
+    """Fill memory with other numbers than zeros before malloc hands it out, while the block runs; yield whether that
+    works here.
+
+    Large blocks come from the system as zeros, so that a call which reads what it has not written may look right.
+    """
+    libc = ctypes.CDLL(None)
+    if not (sys.platform.startswith("linux") and hasattr(libc, "mallopt")):
+        yield False
+        return
+    libc.mallopt(M_PERTURB, FREED)
+    try:
+        yield _is_filled(libc)
+    finally:
+        libc.mallopt(M_PERTURB, 0)
+
+
+def _is_filled(libc: ctypes.CDLL) -> bool:
+    """Return whether the C library's malloc fills what it hands out: another one may have taken its place."""
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    block = libc.malloc(FRESH_BYTES)
+    if not block:
+        return False
+    try:
+        return ctypes.c_ubyte.from_address(block + FRESH_BYTES // 2).value == HANDED_OUT
+    finally:
+        libc.free(block)

@@ -26,10 +26,12 @@ from attnbench.verifying.invariants import (
     check_overwritten_inputs,
     check_places,
     check_prefill_and_decode,
+    check_read_beyond,
     check_shared_memory,
     check_strided_dout,
     check_strided_inputs,
     check_unseen_key,
+    check_unwritten_memory,
 )
 from attnbench.verifying.lse_and_partial import check_lse, check_partial_form
 from attnbench.verifying.scales import check_after_large, check_magnitudes, check_scale_and_softcap
@@ -94,6 +96,8 @@ CHECKS = (
     Check("light keys beside a heavy one", "1 call, the reference of sampled rows and heads",
           lambda e: _check_sinks(e), exact=True, after=True),
     Check("Q, K and V in another order of memory", "1 call; only noted", check_strided_inputs),
+    Check("memory that was not written", "1 call", check_unwritten_memory),
+    Check("memory beside the inputs", "1 call", check_read_beyond),
     Check("inputs in one array", "2 or 4 calls", check_shared_memory),
     Check("dO in another order of memory", "4 calls, if the pass has gradients", check_strided_dout),
     Check("scale and soft cap", "1 to 33 calls, the reference of sampled rows for two values of each",

@@ -7,6 +7,7 @@ whole sequence gives. No call may write into the result of an earlier one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -203,6 +204,53 @@ def check_strided_inputs(examination: Examination) -> tuple[str, ...]:
         examination.notes.append(f"takes dense arrays only: {wrong[0]} is wrong if Q, K and V are views ({wrong[1]})")
         return ()
     return ("Q, K and V in any order of memory",)
+
+
+def check_unwritten_memory(examination: Examination) -> tuple[str, ...]:
+    """Check that results are right if memory that the call gets holds other numbers than zeros; return the property.
+
+    A kernel that adds to a buffer it has not cleared, or leaves rows unwritten that should be 0, is right as long as
+    the system hands out zeros. Nothing is checked if memory cannot be filled.
+    """
+    subject = examination.subject
+    with subject.framework.filled_memory(subject.device) as filled:
+        if not filled:
+            return ()
+        outputs = subject.outputs(subject.inputs[0])
+    if wrong := _first_apart(subject, examination.outputs, outputs, examination.limits):
+        raise Wrong(
+            f"{wrong[0]} is wrong if new memory does not hold zeros: {wrong[1]}; is something read that was not written?"
+        )
+    return ("no unwritten memory is read",)
+
+
+BESIDE = 128
+"""Tokens of NaN before and behind an input: a tile of most kernels."""
+
+
+def check_read_beyond(examination: Examination) -> tuple[str, ...]:
+    """Check that results are right if NaN lies before and behind each input in memory; return the property.
+
+    A kernel that reads a whole tile at the end of a sequence and gives what lies behind no weight is right as long as
+    that is finite: 0 times NaN is NaN. Nothing is checked if arrays have no place in memory of their own.
+    """
+    subject, framework = examination.subject, examination.subject.framework
+    if not framework.overwrites:
+        return ()
+    inputs = Inputs(*(_among_nan(subject, array) for array in subject.inputs[0]))
+    if wrong := _first_apart(subject, examination.outputs, subject.outputs(inputs), examination.limits):
+        raise Wrong(f"{wrong[0]} is wrong if NaN lies beside its inputs in memory: {wrong[1]}; is it read beyond them?")
+    return ("nothing is read beyond its inputs",)
+
+
+def _among_nan(subject: Subject, array: Array) -> Array:
+    """Return a contiguous copy with NaN before and behind it in the same memory."""
+    xp = array_api_compat.array_namespace(array)
+    tokens = array.shape[1 if subject.head_axis == 2 else 2]
+    beside = BESIDE * (math.prod(array.shape[1:]) // tokens)
+    nothing = xp.zeros_like(xp.reshape(array, (-1,))[:1]) + float("nan")
+    nan = xp.broadcast_to(nothing, (beside,))
+    return xp.reshape(xp.concat([nan, xp.reshape(array, (-1,)), nan])[beside:-beside], array.shape)
 
 
 def check_shared_memory(examination: Examination) -> tuple[str, ...]:
