@@ -13,7 +13,7 @@ import array_api_compat
 import numpy as np
 
 from attnbench.masks import Namespace
-from attnbench.spec import Array, Workload
+from attnbench.spec import DTYPE_BYTES, Array, Workload
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -23,6 +23,9 @@ BLOCK_PAIRS = 1 << 22
 ROUNDED_LOGIT = 1 / 9
 """Share of a row's largest logit that counts among the terms that cancel there, times how far dO V varies over its
 weights."""
+
+IN_FLOAT32 = 2.0**-13
+"""One ulp of float32 in ulp of 16 bits, at most: kernels of 16 bits keep logits, LSE and soft cap in float32."""
 
 
 class Gradients(NamedTuple):
@@ -34,9 +37,11 @@ class Gradients(NamedTuple):
     cancelling: Array | None
     """[..., g, t]: the size of the terms that cancel in each row of dq, scale * |dO * out| * |P K|. A rounded output
     puts a share of it into that row, which is large if a row sees few keys and nearly all weight is on one of them; so
-    do rounded logits, which move the weights and so the mean that is subtracted from dO V."""
+    do rounded logits, which move the weights and so the mean that is subtracted from dO V, and a rounded LSE, by whose
+    size weights that are computed from it do not add up to 1. Near a soft cap, 1 and the square of the tangent
+    hyperbolic cancel in its derivative."""
     key_terms: Array | None = None
-    """Sum of squares of what such rows put into each row of dk, [..., s]."""
+    """Sum of squares of what such terms put into each row of dk, [..., s]."""
 
 
 class Head(NamedTuple):
@@ -241,18 +246,24 @@ def backward_rows(
     narrow = xp.astype(p.normal, head.v.dtype)
     out = _matmul(xp, narrow, head.v)
     shared = xp.sum(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1, keepdims=True)
-    dlogits = p.normal * (xp.astype(_matmul(xp, dout, xp.matrix_transpose(head.v)), wide) - shared)
+    dlogits = uncapped = p.normal * (xp.astype(_matmul(xp, dout, xp.matrix_transpose(head.v)), wide) - shared)
     if p.slope is not None:
         dlogits = dlogits * p.slope
     cancelling = key_terms = None
     if terms:
+        scale, ulp = abs(workload.softmax_scale), IN_FLOAT32 if DTYPE_BYTES[workload.dtype] == 2 else 1.0
         reached = p.normal if p.slope is None else p.normal * p.slope
         mean_key = xp.linalg.vector_norm(_matmul(xp, xp.astype(reached, head.k.dtype), head.k), axis=-1)
-        products = xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
-        products = products + ROUNDED_LOGIT * xp.abs(p.largest) * xp.sum(xp.abs(dlogits), axis=-1)
-        cancelling = abs(workload.softmax_scale) * products * xp.astype(mean_key, wide)
-        per_row = workload.softmax_scale * products * xp.linalg.vector_norm(xp.astype(q, wide), axis=-1)
-        key_terms = xp.sum((reached * per_row[..., None]) ** 2, axis=(-3, -2))
+        size = ulp * xp.where(xp.isfinite(p.lse), xp.abs(p.lse), xp.zeros_like(p.lse))
+        products = (1 + size) * xp.linalg.vector_norm(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1)
+        products = products + (ROUNDED_LOGIT * xp.abs(p.largest) + size) * xp.sum(xp.abs(dlogits), axis=-1)
+        cancelling = scale * products * xp.astype(mean_key, wide)
+        of_q = scale * xp.linalg.vector_norm(xp.astype(q, wide), axis=-1)
+        key_terms = xp.sum((reached * (products * of_q)[..., None]) ** 2, axis=(-3, -2))
+        if p.slope is not None:
+            of_k = xp.astype(xp.linalg.vector_norm(head.k, axis=-1), wide)[..., None, None, :]
+            cancelling = cancelling + scale * ulp * xp.linalg.vector_norm(uncapped * of_k, axis=-1)
+            key_terms = key_terms + xp.sum((ulp * uncapped * of_q[..., None]) ** 2, axis=(-3, -2))
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
     by_keys = (xp.matrix_transpose(_rows_of_group(xp, x)) for x in (dlogits, narrow))
     dk, dv = (xp.matmul(x, _rows_of_group(xp, y)) for x, y in zip(by_keys, (q, dout)))

@@ -487,3 +487,85 @@ def test_a_kernel_that_reads_what_nobody_wrote(kernel: Eager, reason: str, held:
     status, why = bench.verdict(kernel, workload)
     assert (status, reason in why) == ("incorrect", True), why
     assert held in examine(bench.subject(Eager(), workload), thorough=False).errors.properties
+
+
+def _biased(seed: int, heads: int, q_len: int, kv_len: int, size: float) -> Any:
+    drawn = np.random.default_rng(seed).standard_normal((heads, q_len, kv_len))
+    return masks.dense((size * drawn).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "fields"),
+    [
+        # Weights from an LSE of 100 in float32 do not add up to 1 by many ulp.
+        ("", 1, {"q_len": 129, "kv_len": 64, "heads": 9, "kv_heads": 3, "head_dim": 1, "v_head_dim": 3, "scale": 8.0}),
+        # The derivative of a soft cap is what is left of 1 less nearly 1.
+        (
+            "torch.eager", 1,
+            {
+                "batch": 5, "q_len": 129, "kv_len": 3, "heads": 2, "kv_heads": 1, "head_dim": 100, "v_head_dim": 65,
+                "mask": masks.causal(), "scale": -1.0, "softcap": 0.3,
+            },
+        ),
+        # Biases of 60 round every logit, which the plain implementation avoids.
+        (
+            "torch.eager", 2,
+            {
+                "batch": 3, "q_len": 257, "kv_len": 65, "heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 1,
+                "mask": _biased(2, 4, 257, 65, 20),
+            },
+        ),
+        (
+            "", 3,
+            {
+                "batch": 2, "q_len": 17, "kv_len": 9, "heads": 3, "head_dim": 4, "v_head_dim": 3,
+                "mask": _biased(3, 3, 17, 9, 20),
+            },
+        ),
+        # Logits of 10,000 are rounded before a soft cap of 15 makes them small.
+        (
+            "torch.eager", 1,
+            {
+                "batch": 2, "q_len": 7, "heads": 3, "head_dim": 160, "v_head_dim": 128, "mask": masks.causal(),
+                "scale": 8.0, "softcap": 15.0, "pass_": "forward",
+            },
+        ),
+        # One query moves the gradients of both keys: they are no two estimates of the scale.
+        (
+            "torch.eager", 1,
+            {
+                "batch": 5, "q_len": 2, "kv_len": 513, "heads": 2, "kv_heads": 1, "head_dim": 160, "v_head_dim": 3,
+                "mask": masks.causal("top-left"), "scale": 2.0, "dtype": "bfloat16",
+            },
+        ),
+        # The mean of two values lies half way between two numbers of bfloat16, and a tiny scale decides which it is.
+        (
+            "", 2,
+            {
+                "batch": 5, "q_len": 300, "kv_len": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 3,
+                "scale": 1e-5, "softcap": 50.0, "dtype": "bfloat16",
+            },
+        ),
+        # Pairs cannot be counted in one channel.
+        (
+            "torch.eager", 1,
+            {
+                "batch": 1, "q_len": 63, "kv_len": 13, "heads": 3, "kv_heads": 1, "head_dim": 1, "softcap": 0.3,
+                "mask": _biased(1, 3, 63, 13, 5),
+            },
+        ),
+        # The plain implementation in float64 is the reference itself, which says nothing of rounding.
+        (
+            "torch.sdpa", 2,
+            {
+                "batch": 3, "q_len": 17, "heads": 3, "kv_heads": 1, "head_dim": 160, "v_head_dim": 65,
+                "mask": masks.causal(), "scale": 8.0, "dtype": "float64",
+            },
+        ),
+    ],
+    ids=["lse", "soft-cap", "bias", "bias-gradients", "capped-lse", "one-query", "half-way", "one-channel", "float64"],
+)  # fmt: skip
+def test_large_logits_few_keys_and_one_channel(name: str, seed: int, fields: dict[str, Any]):
+    workload = Workload(**{"batch": 1, "dtype": "float32", "pass_": "train", **fields})
+    kernel = registry.get(name) if name else mutations.Mutant("right", mutations.Kernel(workload))
+    assert mutations.Bench("cpu").verdict(kernel, workload, seed) == ("ok", "")

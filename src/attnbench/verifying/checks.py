@@ -249,7 +249,9 @@ def _compare_sampled(
     exact, plain = [truth.exact(name) for truth in truths], [truth.plain(name) for truth in truths]
     terms = [one for truth in truths if (one := truth.cancelling(name)) is not None] or None
     factor = FORWARD_FACTOR if name == "out" else BACKWARD_FACTOR
-    what, longest = LONG_NAMES[name] + words, summed or subject.summed
+    # A logit is rounded by its size, a bias included: as much as a sum of so many terms.
+    largest = max((float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (one.lse for one in truths)), default=0.0)
+    what, longest = LONG_NAMES[name] + words, max(summed or subject.summed, int(largest) ** 2)
     result = compare(what, got, exact, plain, w.dtype, factor, subject.declared_error, terms, longest, typical)
     if not result.fault:
         return result
@@ -281,9 +283,11 @@ def _check_pairs(examination: Examination) -> tuple[str, ...]:
     """Compare gradients of inputs to which each pair adds about as much; return the property.
 
     If an additive mask makes some keys weigh many times as much as others, rounding of a large term hides a small one:
-    then whole heads are compared as on any inputs.
+    then whole heads are compared as on any inputs. Nothing is checked if head_dim is 1.
     """
     subject = examination.subject
+    if subject.workload.head_dim < 2:
+        return ()
     if not weights_differ(subject.workload.visible_mask):
         return check_counted_pairs(examination)
     if subject.workload.needs_gradients and subject.draws.gradient_heads:
@@ -306,8 +310,11 @@ def _check_sinks(examination: Examination) -> tuple[str, ...]:
     """Compare sampled rows and gradients of V of inputs in which one key in many has nearly all the weight and no
     value, so that a row is made of light keys; return the property.
 
-    A row may be off by a share of itself, and by what adding and taking away values of 1 leaves in float32.
+    A row may be off by a share of itself, and by what adding and taking away values of 1 leaves in float32. Nothing is
+    checked if the scale is 0, since no key is heavy then.
     """
+    if not examination.subject.workload.softmax_scale:
+        return ()
     subject, outputs = examination.subject, examination.subject.outputs("sinks")
     for name in (one for one in _comparable(subject, outputs) if one in ("out", "dv")):
         heads, _ = subject.draws.known(gradients=name != "out")

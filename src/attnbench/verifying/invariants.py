@@ -219,7 +219,7 @@ def check_unwritten_memory(examination: Examination) -> tuple[str, ...]:
         outputs = subject.outputs(subject.inputs[0])
     if wrong := _first_apart(subject, examination.outputs, outputs, examination.limits):
         raise Wrong(
-            f"{wrong[0]} is wrong if new memory does not hold zeros: {wrong[1]}; is something read that was not written?"
+            f"{wrong[0]} is wrong if new memory does not hold zeros: {wrong[1]}; is it read before it is written?"
         )
     return ("no unwritten memory is read",)
 

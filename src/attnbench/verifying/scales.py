@@ -11,6 +11,8 @@ wrong it is, and over many elements far sharper than any norm.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,24 +222,35 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
     """Require that a parameter, estimated over all sampled heads, is near its value; the scale in every head too, since
     one wrong head among many moves the estimate over all of them little."""
     draws, gradients = subject.draws, name != "out"
-    errors, usual, slopes = [], [], []
+    results: list[_Result] = []
     for which, outputs in sets.items():
         found = draws.shifted(which, gradients, STEP, parameter, value)
         for got, truth, slope in zip(outputs[name], draws.truths(which, gradients), found):
-            exact = truth.exact(name)
-            errors.append(got - exact)
-            usual.append(truth.plain(name) - exact)
-            slopes.append(_without_rounding(named(slope, name), truth, name))
-    _require_near(f"{name}: as if {parameter} were", errors, usual, slopes, value, off)
-    heads, members = draws.known(gradients)[0], len(errors[0])
+            exact, own = truth.exact(name), _without_rounding(named(slope, name), truth, name)
+            queries = _without_rounding(named(slope, "dq"), truth, "dq") if gradients else own
+            results.append(_Result(exact, got - exact, truth.plain(name) - exact, own, queries))
+    dtype = subject.workload.dtype
+    _require_near(f"{name}: as if {parameter} were", results, value, off, dtype)
+    heads, members = draws.known(gradients)[0], len(results[0].error)
     count = len(heads) * members
     if parameter != "scale" or count == 1:
         return
     for n, at in enumerate(heads):
         for member in range(members):  # of each head on the first set, then on the next
-            mine, plain, slope = ([x[member] for x in arrays[n :: len(heads)]] for arrays in (errors, usual, slopes))
+            mine = [_Result(*(x[member] for x in one[:-1]), one.queries) for one in results[n :: len(heads)]]
             what = f"{name}: as if in {subject.place(name, at, member)} scale were"
-            _require_near(what, mine, plain, slope, value, off, TAIL / count)
+            _require_near(what, mine, value, off, dtype, TAIL / count)
+
+
+class _Result(NamedTuple):
+    """Arrays [..., rows, width] of a head: the exact result, the errors of the one under test and of a plain one, and
+    the slopes, of the result and of what comes from each query."""
+
+    exact: np.ndarray
+    error: np.ndarray
+    usual: np.ndarray
+    slope: np.ndarray
+    queries: np.ndarray
 
 
 def _without_rounding(slope: np.ndarray, truth: Truth, name: str) -> np.ndarray:
@@ -250,15 +263,18 @@ def _without_rounding(slope: np.ndarray, truth: Truth, name: str) -> np.ndarray:
 
 
 def _require_near(
-    what: str,
-    errors: Sequence[np.ndarray],
-    usual: Sequence[np.ndarray],
-    slopes: Sequence[np.ndarray],
-    value: float,
-    off: float,
-    tail: float = TAIL,
+    what: str, results: Sequence[_Result], value: float, off: float, dtype: str, tail: float = TAIL
 ) -> None:
-    (share, chance), (plain, _) = (estimate(some, slopes, tail) for some in (errors, usual))
+    """Require that the parameter that the results seem to have is near its value.
+
+    Nothing is required if doubling it would change them by less than an ulp: then all errors may have one direction.
+    """
+    exact, errors, usual, slopes, queries = zip(*results)
+    size, slope = (sum(float(np.vdot(x, x)) for x in arrays) ** 0.5 for arrays in (exact, slopes))
+    if slope < EPS[dtype] * size:
+        return
+    independent = _effective_rows(queries)
+    (share, chance), (plain, _) = (estimate(some, slopes, tail, independent) for some in (errors, usual))
     limit = off + chance + PLAIN_FACTOR * abs(plain)
     if not abs(share) <= limit:
         raise Wrong(
@@ -267,23 +283,32 @@ def _require_near(
         )
 
 
-def estimate(errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL) -> tuple[float, float]:
+def _effective_rows(slopes: Sequence[np.ndarray]) -> float:
+    """Return how many rows of equal size would tell as much as those of slopes [..., rows, width]."""
+    weights = np.concatenate([np.einsum("...ij,...ij->...i", x, x).ravel() for x in slopes])
+    squares = float(weights @ weights)  # slopes may be so small that their squares are 0
+    return float(weights.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def estimate(
+    errors: Sequence[np.ndarray], slopes: Sequence[np.ndarray], tail: float = TAIL, independent: float = inf
+) -> tuple[float, float]:
     """Return the multiple of the slopes [..., rows, width] that fits the errors best, which is the share by which a
     parameter seems off, and how far chance alone may move it; (0, inf) without any slope.
 
     Errors within a row are not independent, since a rounded logit moves all of it; those of different rows are taken as
-    independent.
+    independent, but no more of them than `independent`: a rounded logit of one query moves the gradients of all keys.
     """
+    found_rows = _effective_rows(slopes)
+    if not found_rows:
+        return 0.0, inf
     error, slope = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in arrays]) for arrays in (errors, slopes))
-    weights = np.einsum("ij,ij->i", slope, slope)
-    size, squares = float(weights.sum()), float(weights @ weights)
-    if not squares > 0:  # slopes may be so small that their squares are 0
-        return 0.0, float("inf")
+    size = float(np.vdot(slope, slope))
     found = float(np.vdot(error, slope)) / size
     rest = np.einsum("ij,ij->i", error - found * slope, slope)
-    rows = size**2 / squares
+    rows = min(found_rows, independent)
     if rows < 2:
-        return found, float("inf")
+        return found, inf
     from scipy.special import stdtrit
 
-    return found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size)
+    return found, float(-stdtrit(rows - 1, tail) * np.linalg.norm(rest) / size) * (found_rows / rows) ** 0.5

@@ -39,7 +39,8 @@ not count as an error. Without this a right flash kernel is now and then called 
 ROW_FLOORS = 8
 FORWARD_FACTOR = 2.0
 BACKWARD_FACTOR = 3.0
-LSE_FLOOR = 1.5e-5
+LSE_FLOOR, UNCAPPED_ULPS = 1.5e-5, 8
+"""Allowed error of an LSE, and ulp of float32 of a logit before its soft cap."""
 SLACK = 4
 """Multiple of the allowed error between two results of one call: both may be right at twice it; a wrong one is far
 off."""
@@ -220,21 +221,28 @@ def compare(
     return Compared(mine.relative, allowed, mine.max_abs, "", limits=limits)
 
 
-def compare_large_lse(got: np.ndarray, exact: np.ndarray, plain: np.ndarray, sizes: np.ndarray, dtype: str) -> Compared:
-    """Compare the LSE of rows whose logits may be large, as a share of the largest logit's size (`sizes`, at least 1).
+def compare_large_lse(
+    got: np.ndarray, exact: np.ndarray, plain: np.ndarray, sizes: np.ndarray, dtype: str, softcap: float = math.inf
+) -> Compared:
+    """Compare the LSE of rows whose logits may be large, as a share of the largest logit's size (`sizes`, at least 1,
+    and at most the soft cap).
 
-    A kernel may round logits as the plain implementation does. -inf is required exactly in rows that see no key.
+    A kernel may round logits as the plain implementation does, and in float32 before a soft cap makes them smaller.
+    -inf is required exactly in rows that see no key.
     """
     seen = np.isfinite(exact)
     if not np.array_equal(seen, np.isfinite(got)) or not np.all(got[~seen] == -np.inf):
         fault = "lse: not finite, or not -inf exactly on the rows that see no key"
         return Compared(float("inf"), 0.0, float("inf"), fault)
-    scale = np.maximum(np.maximum(sizes[seen], np.abs(exact[seen])), 1.0)  # a bias is part of it, and of no logit
-    off, usual = (float((np.abs(x[seen] - exact[seen]) / scale).max(initial=0.0)) for x in (got, plain))
+    size = np.maximum(np.minimum(sizes, softcap), np.abs(exact))  # a bias is part of it, and of no logit
+    scale, rounded = np.maximum(size[seen], 1.0), UNCAPPED_ULPS * EPS["float32"] * sizes[seen]
+    off, usual = (
+        float((np.maximum(np.abs(x[seen] - exact[seen]) - rounded, 0.0) / scale).max(initial=0.0)) for x in (got, plain)
+    )
     usual = usual if np.isfinite(usual) else 0.0
     allowed = FORWARD_FACTOR * usual + LSE_FLOOR + EPS[dtype]
     fault = "" if off <= allowed else f"lse: off by {off:.2e} of the largest logit, {allowed:.2e} allowed"
-    return Compared(off, allowed, float(np.abs(got - exact)[seen].max(initial=0.0)), fault)
+    return Compared(off, allowed, float(np.abs(got[seen] - exact[seen]).max(initial=0.0)), fault)
 
 
 def compare_lse(got: Sequence[np.ndarray], exact: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> Compared:
