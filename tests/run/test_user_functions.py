@@ -260,6 +260,28 @@ def test_a_function_is_measured_as_this_process_has_it(patched):
     assert [verify(way)[0].status for way in ways] == ["ok"] * len(ways)
 
 
+@pytest.mark.torch
+def test_settings_of_the_library_that_stay_behind_are_noted():
+    torch = pytest.importorskip("torch")
+    switches = torch.backends.cuda
+
+    def own(q, k, v):
+        weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, -1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    before = switches.flash_sdp_enabled()
+    try:
+        switches.enable_flash_sdp(True)
+        assert ab.verify(own, SMALL).notes == ()
+        switches.enable_flash_sdp(False)
+        note = "measured with torch's flash SDPA switch as True, which the calling process has set to False"
+        assert ab.verify(own, SMALL).notes == (note,)
+        found = ab.compare(own, own, SMALL, framework="torch", budget_s=0.01)
+        assert (note in found.record_a.notes, note in found.record_b.notes) == (True, True)
+    finally:
+        switches.enable_flash_sdp(before)
+
+
 def test_what_its_modules_hold_may_keep_it_here(patched):
     patched.helpers.LOCK = threading.Lock()
     assert from_object(patched.by_module, "numpy", set()) is None

@@ -39,6 +39,11 @@ class Setting(NamedTuple):
     """Whether every cell begins by setting it, so that only its calls can leave it changed."""
 
 
+def library_settings(framework: Framework) -> dict[str, str]:
+    """Return the settings of a library in words, by name, but for numbers of threads, which every run decides."""
+    return {name: f"{one.value}" for name, one in framework.settings().items() if "threads" not in name}
+
+
 class Watched(NamedTuple):
     """The kinds of objects that are watched in a module or class which the clocks and checks use."""
 

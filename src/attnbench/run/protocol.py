@@ -48,6 +48,8 @@ class Load(Struct, tag="load"):
     pickled: bytes | None = None
     within: list[str] = []
     """Folders in which a reference must be found if the code of a git ref is meant."""
+    settings: dict[str, str] = {}
+    """Settings of the library in the process that gives a function by value, by name."""
 
 
 class Refusals(Struct, tag="refusals"):

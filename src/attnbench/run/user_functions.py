@@ -22,8 +22,9 @@ from typing import Any
 import cloudpickle
 from msgspec import Struct, structs
 
-from attnbench import registry
+from attnbench import frameworks, registry
 from attnbench.errors import UsageError
+from attnbench.frameworks.base import library_settings
 from attnbench.registry import is_reference
 from attnbench.results.run_file import Run
 from attnbench.run import protocol as p
@@ -56,8 +57,11 @@ class UserFunction(Struct, frozen=True, kw_only=True):
         return self.reference is None and self.pickled is None
 
     def load(self, within: Sequence[str] = ()) -> p.Load:
-        """Return the message that makes a worker load the function."""
-        return p.Load(self.name, self.framework, self.reference, self.pickled, list(within))
+        """Return the message that makes a worker load the function, with the settings of the library here if the
+        function is sent by value and may depend on them."""
+        told = self.pickled is not None and self.framework in sys.modules
+        settings = library_settings(frameworks.get(self.framework)) if told else {}
+        return p.Load(self.name, self.framework, self.reference, self.pickled, list(within), settings)
 
 
 def from_reference(text: str, framework: str, taken: set[str], name: str = "") -> UserFunction:

@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import structs
 
 from attnbench import errors, frameworks, registry
-from attnbench.frameworks.base import Untrusted
+from attnbench.frameworks.base import Untrusted, library_settings
 from attnbench.measuring import anchors
 from attnbench.measuring.session import FellBack, Options, Session, refusal
 from attnbench.measuring.step_session import StepSession
@@ -54,11 +54,13 @@ WHEN: dict[type, str] = {
 _encode = p.encode  # bound before any kernel is loaded
 _measured: Path | None = None
 """Folder of the user function that was loaded last; a process measures one."""
+_set_otherwise: dict[str, str] = {}
+"""Notes on settings of the library that are others in the process that gave this function, by the setting's name."""
 
 
 def load_user_function(question: p.Load) -> p.Answer:
     """Load a function or object from outside the registry and make it known to this process."""
-    global _measured
+    global _measured, _set_otherwise
     try:
         if question.pickled is not None:
             loaded = unpack(question.pickled)
@@ -80,6 +82,12 @@ def load_user_function(question: p.Load) -> p.Answer:
     _measured = Path(file).parent if isinstance(file, str) and Path(file).is_file() else None
     implementation.name = question.name
     registry.register(implementation)
+    here = library_settings(frameworks.get(question.framework)) if question.settings else {}
+    _set_otherwise = {
+        name: f"measured with {name} as {here[name]}, which the calling process has set to {there}"
+        for name, there in question.settings.items()
+        if here.get(name, there) != there
+    }
     return p.Done()
 
 
@@ -198,7 +206,9 @@ class Worker:
         return structs.replace(answer, record=record)
 
     def _remember_changes(self, when: str) -> None:
-        """Store the changes made by loading a user function or asking what it supports: they concern all its cells."""
+        """Store the changes made by loading a user function or asking what it supports, and the settings that the
+        process which gave it has changed: they concern all its cells."""
+        self._early.update({name: (text, False) for name, text in _set_otherwise.items()})
         for change in self._changes():
             refused = _is_refused(change, when, ours=False)
             self._early.setdefault(change.what, (_change_text(change, when, refused), refused))
