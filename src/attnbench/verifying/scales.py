@@ -237,7 +237,10 @@ def _require_estimate(subject: Subject, name: str, parameter: str, value: float,
         return
     for n, at in enumerate(heads):
         for member in range(members):  # of each head on the first set, then on the next
-            mine = [_Result(*(x[member] for x in one[:-1]), one.queries) for one in results[n :: len(heads)]]
+            mine = [
+                _Result(one.exact[member], one.error[member], one.usual[member], one.slope[member], one.queries)
+                for one in results[n :: len(heads)]
+            ]
             what = f"{name}: as if in {subject.place(name, at, member)} scale were"
             _require_near(what, mine, value, off, dtype, TAIL / count)
 
