@@ -229,7 +229,10 @@ def test_a_baseline_whose_process_dies_while_it_loads_is_not_new_either(reposito
     assert report.outcome != "pass"
 
 
-def test_a_build_that_edits_the_other_worktree_is_refused(repository):
+def test_a_build_that_edits_the_other_worktree_is_refused(repository, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))  # or it would edit the worktrees of tests beside it
+    monkeypatch.setattr("tempfile.tempdir", None)
     build = "for f in ${TMPDIR:-/tmp}/attnbench-*/package; do [ $f = $PWD ] || echo '# slower' >> $f/fast.py; done\n"
     repository.write("attnbench.toml", 'framework = "numpy"\nbuild = "sh build.sh"\n')
     repository.commit("an innocent build", "build.sh", "true\n")
