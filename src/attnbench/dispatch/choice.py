@@ -54,7 +54,7 @@ TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
 }
 """Framework -> implementations that take a mask as an array of each call (attnbench.dispatch.array_masks), in order."""
 READ_CACHES: dict[str, tuple[str, ...]] = {
-    "torch": ("torch.flash-attn", "torch.fa3", "torch.fa4", "torch.eager"),
+    "torch": ("torch.triton-decode", "torch.flash-attn", "torch.fa3", "torch.fa4", "torch.eager"),
     "jax": ("jax.cudnn", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }
