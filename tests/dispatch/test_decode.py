@@ -421,6 +421,47 @@ def test_gradients_are_refused_and_names_obeyed():
         assert ab.decode(q, cache).dtype == torch.float32
 
 
+@pytest.mark.torch
+def test_explain_tells_who_reads_the_cache_and_who_does_not():
+    import torch
+
+    q, k = torch.zeros(2, 2, 4, 16), torch.zeros(2, 20, 2, 16)
+    told = decoding.explain(q, ab.ContiguousCache(k, k, 8))
+    assert (told.pick, told.workload.kv_len, told.device) == ("torch.sdpa-flash", 32, "cpu")
+    assert told.workload.visible_mask == ab.masks.causal()
+    told = decoding.explain(q, ab.ContiguousCache(k, k, 8), softcap=2.0)
+    assert told.pick == "torch.eager"
+    assert "torch.sdpa-flash: has no softcap" in str(told)
+    told = decoding.explain(q, ab.ContiguousCache(k, k, 8), impl="torch.triton-decode")
+    assert told.pick is None
+    assert "needs cuda, this is cpu" in str(told)
+
+
+def test_on_a_gpu_kernels_that_split_keys_come_first(monkeypatch):
+    """The choice for a cache of a device that is not here, by capability and what is installed."""
+    pytest.importorskip("torch")
+    from attnbench.dispatch import choice
+    from attnbench.dispatch.demand import Demand
+    from attnbench.spec import Environment, Workload
+
+    def pick(capability, page_size=None, **shape):
+        place = Environment(device="cuda", device_name="a GPU", framework="torch", capability=capability)
+        monkeypatch.setattr(choice, "environment_of", lambda framework, device: place)
+        monkeypatch.setattr(Demand, "environment", property(lambda self: place))
+        shape = {"batch": 1, "q_len": 1, "kv_len": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, **shape}
+        workload = Workload(**{"dtype": "bfloat16", **shape})
+        return choice.decide("auto", Demand(workload, "torch", "cuda", form="cache", page_size=page_size))
+
+    assert pick((9, 0)).label == "torch.triton-decode"
+    assert pick((8, 9), page_size=16).label == "torch.triton-decode"
+    assert pick((7, 5)).label == "torch.eager"
+    assert pick((9, 0), dtype="float64").label == "torch.eager"
+    assert pick((9, 0), softcap=30.0).label == "torch.triton-decode"
+    reasons = dict(pick((7, 5), page_size=16).candidates)
+    assert "8.0" in reasons["torch.triton-decode"]
+    assert all(reasons[name] for name in ("torch.flash-attn", "torch.fa3", "torch.fa4"))
+
+
 def test_the_orders_name_what_reads_caches():
     for order in (*READ_CACHES.values(), *READ_CACHES_ON_CPU.values()):
         for name in order:

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from attnbench import registry
-from attnbench.dispatch.choice import chosen
+from attnbench.dispatch.attention import Explanation
+from attnbench.dispatch.choice import chosen, decide
 from attnbench.dispatch.demand import Demand, device_of
 from attnbench.dispatch.kv_cache import KvCache
 from attnbench.dispatch.plan import OWN_RUN, AutoChoice, Plans
@@ -69,6 +70,17 @@ def decode(
     return (out, lse) if return_lse else out
 
 
+def explain(
+    q: Array, cache: KvCache, *, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    impl: str = "auto",
+) -> Explanation:  # fmt: skip
+    """Explain what `decode` would use for the same arguments: the pick, and why others of the order cannot run."""
+    k, v, _, table = cache.arrays
+    demand = _demand(q, k, v, table, DecodeWords(scale, softcap, window, impl), cache.framework)
+    decision = decide(impl, demand)
+    return Explanation(demand.workload, demand.device, decision.label, decision.why, decision.candidates)
+
+
 def on_tensors(q: Any, k: Any, v: Any, lengths: Any, table: Any, words: DecodeWords) -> tuple[Any, Any]:
     """Return out and LSE of a call with torch's tensors."""
     run = _run_for(q, k, v, lengths, table, words, "torch", True)
@@ -80,8 +92,7 @@ def _run_for(
     q: Array, k: Array, v: Array, lengths: Array, table: Array | None, words: DecodeWords, framework: str, lse: bool
 ) -> Callable[..., Any]:
     """Return what a call runs, made at the first call of its class."""
-    page_size = None if table is None else k.shape[1]
-    batch, capacity = (k.shape[:2]) if table is None else (table.shape[0], table.shape[1] * k.shape[1])
+    page_size, batch, capacity = _sizes(k, table)
     rules = current() if framework == "torch" else NO_RULES
     devices = (q.device, k.device) if framework == "torch" else (device_of(k, framework),)
     key = (
@@ -90,8 +101,7 @@ def _run_for(
     )  # fmt: skip
     run: Any = _PLANS.get(key)
     if run is None:
-        workload = _workload(q, k, v, batch, capacity, words)
-        demand = Demand(workload, framework, device_of(k, framework), form="cache", rules=rules, page_size=page_size)
+        demand = _demand(q, k, v, table, words, framework)
         pick, decision = chosen(words.impl, demand)
         build = partial(_built, demand=demand, lse=lse)
         run = build(pick, decision.config)
@@ -113,11 +123,19 @@ def _built(pick: Implementation, config: Config, demand: Demand, lse: bool) -> C
     return jax.jit(usual)
 
 
-def _workload(q: Array, k: Array, v: Array, batch: int, capacity: int, words: DecodeWords) -> Workload:
-    """Return the attention that every sequence asks of a kernel, with keys for the next power of two of the capacity.
+def _sizes(k: Array, table: Array | None) -> tuple[int | None, int, int]:
+    """Return the page size, the number of sequences and the capacity of a cache."""
+    if table is None:
+        return None, k.shape[0], k.shape[1]
+    return k.shape[1], table.shape[0], table.shape[1] * k.shape[1]
+
+
+def _demand(q: Array, k: Array, v: Array, table: Array | None, words: DecodeWords, framework: str) -> Demand:
+    """Return what a call asks: the attention of every sequence, with keys for the next power of two of the capacity.
 
     Raise InvalidWorkload if the queries do not go together with the cache.
     """
+    page_size, batch, capacity = _sizes(k, table)
     if len(q.shape) != 4 or q.shape[0] != batch or q.shape[3] != k.shape[3]:
         raise InvalidWorkload(
             f"q must be [batch, queries, heads, dim] with {batch} sequences and dim {k.shape[3]}, as the cache; "
@@ -128,8 +146,10 @@ def _workload(q: Array, k: Array, v: Array, batch: int, capacity: int, words: De
     if getattr(q, "requires_grad", None) is not None and q.device != k.device:
         raise InvalidWorkload(f"q must be on the device of the cache, {k.device}, not on {q.device}.")
     mask: AnyMask = full() if q.shape[1] == 1 else causal()
-    return Workload(
+    workload = Workload(
         batch=batch, q_len=q.shape[1], kv_len=1 << (capacity - 1).bit_length(), heads=q.shape[2], kv_heads=k.shape[2],
         head_dim=k.shape[3], v_head_dim=v.shape[3], dtype=dtype_name(q), scale=words.scale, softcap=words.softcap,
         mask=mask if words.window is None else window_mask(words.window),
     )  # fmt: skip
+    rules = current() if framework == "torch" else NO_RULES
+    return Demand(workload, framework, device_of(k, framework), form="cache", rules=rules, page_size=page_size)
