@@ -85,7 +85,7 @@ def test_other_dtypes(case, dtype, impl):
 @pytest.mark.parametrize("case", ["fewer tokens than queries", "pages and window", "a shared prefix", "equal lengths"])
 @pytest.mark.parametrize("impl", TORCH)
 def test_in_chunks_of_keys(case, impl, monkeypatch):
-    monkeypatch.setattr(_caches, "CHUNK_BYTES", 8 * 2 * 16 * 4)
+    monkeypatch.setattr(_caches, "CPU_CHUNK_BYTES", 8 * 2 * 16 * 4)
     must_agree(*in_torch(ALL[case], impl=impl))
 
 
@@ -475,3 +475,28 @@ def test_dense_is_softmax_of_what_is_seen():
     out, lse = dense(np.ones((1, 1, 2)), np.ones((2, 1, 2)), np.array([[[0.0, 2.0]], [[4.0, 6.0]]]), 2, problem)
     np.testing.assert_allclose(out, [[[2.0, 4.0]]])
     np.testing.assert_allclose(lse, [[2**0.5 + np.log(2)]])
+
+
+ONE_QUERY = {
+    "contiguous": Problem((5, 64, 33), dim=64, v_dim=64, heads=8),
+    "an empty sequence": Problem((0, 7), dim=64, v_dim=64),
+    "pages of 16": Problem((5, 64, 33, 16), dim=128, v_dim=128, page_size=16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.jax
+@pytest.mark.parametrize("impl", ["auto", "jax.cudnn", "jax.einsum"])
+@pytest.mark.parametrize("case", ONE_QUERY)
+def test_jax_on_a_gpu(case, impl):
+    import jax
+    import jax.numpy as jnp
+
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU here")
+    rounded = ONE_QUERY[case].expected(lambda x: np.asarray(jnp.asarray(x).astype("bfloat16"), np.float64))
+    must_agree(in_jax(ONE_QUERY[case], jit=True, dtype="bfloat16", impl=impl), rounded, "bfloat16")
+    told = decoding.explain(
+        jnp.zeros((1, 1, 8, 64), jnp.bfloat16), ab.ContiguousCache(*[jnp.zeros((1, 64, 2, 64), jnp.bfloat16)] * 2, 5)
+    )
+    assert told.pick == "jax.cudnn"

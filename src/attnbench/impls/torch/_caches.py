@@ -17,8 +17,9 @@ from attnbench.spec import CacheCall, Workload
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 64 << 20
-"""Most bytes of the keys that are looked at, or gathered from pages, at a time."""
+CHUNK_BYTES, CPU_CHUNK_BYTES = 64 << 20, 2 << 20
+"""Most bytes of the keys that are looked at, or gathered from pages, at a time; on a CPU what stays in its cache, else
+gathering takes several times as long as attending."""
 
 
 def window_of(workload: Workload) -> int | None:
@@ -29,8 +30,8 @@ def window_of(workload: Workload) -> int | None:
 def keys_at_a_time(k: torch.Tensor, sequences: int, page_size: int | None) -> int:
     """Return the length of a chunk of keys: whole pages, whatever the lengths."""
     a_key = sequences * k.shape[2] * k.shape[3] * k.element_size()
-    step = page_size or 1
-    return max(1, CHUNK_BYTES // a_key // step) * step
+    step, most = page_size or 1, CPU_CHUNK_BYTES if k.device.type == "cpu" else CHUNK_BYTES
+    return max(1, most // a_key // step) * step
 
 
 def plain_decode(workload: Workload) -> CacheCall:
