@@ -46,7 +46,8 @@ def model_of(shape: dict[str, Any], device: str) -> Any:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **tokens, **shape)
     kind = torch.float32 if device == "cpu" else torch.bfloat16
-    return LlamaForCausalLM(config).eval().to(device=device, dtype=kind)
+    model: Any = LlamaForCausalLM(config)
+    return model.eval().to(device, kind)
 
 
 def generate(model: Any, name: str, prompt: Any, new: int, cache: str | None) -> tuple[float, Any]:
