@@ -126,8 +126,8 @@ def test_shares_fill_the_device_and_are_not_too_small(monkeypatch):
     assert torch_impls._shares(1, 1 << 20, CPU) == 128
 
 
-def compiled_for(capability, dtype, dim, page, tile, tokens, causal):
-    """The kernel over keys, compiled without a GPU."""
+def compiled_for(capability, dtype, dim, page, tile, tokens, causal, ones=()):
+    """The kernel over keys, compiled without a GPU; `ones` are arguments of 1, which Triton makes constants."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -137,7 +137,7 @@ def compiled_for(capability, dtype, dim, page, tile, tokens, causal):
     constants = {
         "GROUP": 4, "PAGE": page, "DIM": dim, "V_DIM": dim, "WIDTH": dim, "V_WIDTH": dim, "TILE_M": tile,
         "TILE_N": tokens, "CAUSAL": causal, "WINDOW": causal, "SOFTCAP": causal, "HAS_LENGTHS": True,
-        **({} if page else {"table": None}),
+        **({} if page else {"table": None}), **dict.fromkeys(ones, 1),
     }  # fmt: skip
     types = {"q": dtype, "k": dtype, "v": dtype, "lengths": "i32", "table": "i32", "out": "fp32", "lse": "fp32"}
     types = {name: f"*{kind}" for name, kind in types.items()} | {"scale": "fp32", "softcap": "fp32"}
@@ -159,6 +159,25 @@ def test_the_kernel_compiles_for_small_and_large_gpus(page):
             found = compiled_for(capability, dtype, dim, page, tile, tokens, causal=dim == 256)
             assert found.asm["ptx"].count("cp.async.cg") == 48
             assert found.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+def test_the_kernels_compile_for_arguments_of_one():
+    """One query, one key head, one row: Triton then sees constants, which have fewer methods than numbers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attnbench.kernels.decode.triton_kernels import decode_merge
+
+    compiled_for(90, "bf16", 64, 16, 16, 64, causal=True, ones=("queries", "kv_heads", "left", "table_row", "k_head"))
+    compiled_for(90, "bf16", 64, 1, 16, 64, causal=False, ones=("queries", "kv_heads", "capacity"))
+    for ones in ((), ("queries",), ("queries", "heads", "rows")):
+        constants = {"V_DIM": 64, "V_WIDTH": 64, "SHARES": 4, **dict.fromkeys(ones, 1)}
+        types = {"parts": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32"}
+        names = decode_merge.arg_names
+        types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        triton.compile(ASTSource(decode_merge, types, constants, {}), target=GPUTarget("cuda", 90, 32))
 
 
 @pytest.mark.gpu

@@ -69,8 +69,8 @@ def decode_part(
     rows_at = batch.to(tl.int64) * q_batch + query * q_token + head * q_head
     wanted = inside[:, None] & (dims < DIM)[None, :]
     tile_q = tl.load(q + rows_at[:, None] + dims[None, :], mask=wanted, other=0.0)
-    k += group * k_head
-    v += group * v_head
+    k += group.to(tl.int64) * k_head
+    v += group.to(tl.int64) * v_head
     if PAGE == 0:
         k += batch.to(tl.int64) * k_page
         v += batch.to(tl.int64) * v_page
@@ -132,17 +132,19 @@ def decode_merge(
     query, head = row // heads % queries, row % heads
     place = (row // heads // queries * heads + head) * queries + query
     number = tl.arange(0, SHARES)
-    logs = tl.load(part_lse + number * rows.to(tl.int64) + place, mask=number < shares, other=-float("inf"))
+    logs = tl.load(part_lse + number.to(tl.int64) * rows + place, mask=number < shares, other=-float("inf"))
     top = tl.max(logs, 0)
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.sum(tl.exp(logs - base), 0)
     blind = total == 0.0
     dims = tl.arange(0, V_WIDTH)
     acc = tl.zeros([V_WIDTH], tl.float32)
-    for share in tl.range(0, shares):
-        weight = tl.exp(tl.load(part_lse + share * rows.to(tl.int64) + place) - base)
-        part = tl.load(parts + (share * rows.to(tl.int64) + row) * V_DIM + dims, mask=dims < V_DIM, other=0.0)
-        acc += weight * part
+    parts += row * V_DIM
+    part_lse += place
+    for _ in tl.range(0, shares):
+        acc += tl.exp(tl.load(part_lse) - base) * tl.load(parts + dims, mask=dims < V_DIM, other=0.0)
+        parts += rows * V_DIM
+        part_lse += rows
     acc = acc / tl.where(blind, 1.0, total)
     tl.store(out + row * V_DIM + dims, acc.to(out.dtype.element_ty), mask=dims < V_DIM)
     tl.store(lse + place, tl.where(blind, -float("inf"), base + tl.log(tl.where(blind, 1.0, total))))
