@@ -153,6 +153,31 @@ def test_any_problem(problem):
         must_agree(*in_torch(problem, impl=impl))
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("page_size", [None, 4, 16])
+@pytest.mark.parametrize("impl", ["torch.sdpa-flash", "torch.eager"])
+def test_the_lab_verifies_a_cache_like_any_kernel(impl, page_size):
+    """With its own checks: unseen keys, permuted heads, exactness under powers of two, hidden NaN and others."""
+    import torch
+
+    lengths, size = [40, 21], page_size or 48
+
+    def call(q, k, v):
+        table = torch.randperm(2 * 48 // size, generator=torch.Generator().manual_seed(3)).int().view(2, -1)
+        order = table.flatten().long()
+        if page_size is None:
+            return ab.decode(q, ab.ContiguousCache(k, v, lengths), impl=impl)
+        parts = (x.reshape(-1, size, *x.shape[2:]) for x in (k, v))
+        pages = (torch.empty_like(x).index_copy(0, order, x) for x in parts)
+        return ab.decode(q, ab.PagedCache(*pages, table, lengths), impl=impl)
+
+    mask = ab.masks.lengths(lengths)
+    record = ab.verify(call, ab.Workload(batch=2, q_len=1, kv_len=48, heads=4, kv_heads=2, head_dim=16, mask=mask))
+    assert record.status == "ok", record.reason
+    assert record.errors.hidden_nan == "contained"
+    assert len(record.errors.properties) > 8
+
+
 MISTAKES = {
     "a key too many": lambda table, lengths: (table, [min(one + 1, 64) for one in lengths]),
     "a key too few": lambda table, lengths: (table, [max(one - 1, 0) for one in lengths]),
@@ -259,6 +284,19 @@ def test_a_cache_goes_through_jit_and_scan():
     assert cache.lengths.tolist() == [6, 6]
 
 
+@pytest.mark.jax
+def test_lengths_and_tables_of_numpy_are_taken_by_jax():
+    import jax
+    import jax.numpy as jnp
+
+    pages = jnp.zeros((5, 4, 2, 16))
+    cache = ab.PagedCache(pages, pages, np.array([[3, 1], [0, 4]], np.int32), np.array([3, 4], np.int32))
+    token = jnp.ones((2, 1, 2, 16))
+    cache = jax.jit(lambda cache: cache.append(token, token))(cache)
+    assert cache.lengths.tolist() == [4, 5]
+    assert float(cache.k_pages[3, 3].sum()) == float(cache.k_pages[4, 0].sum()) == 32
+
+
 # Graphs and plans
 
 
@@ -308,6 +346,22 @@ def test_caches_may_be_made_inside_a_graph():
         for lengths in ([3, 8], [1, 1]):
             lengths = torch.tensor(lengths, dtype=torch.int32)
             torch.testing.assert_close(compiled(q, k, k, lengths), call(q, k, k, lengths))
+
+
+@pytest.mark.torch
+def test_meta_tensors_and_exported_programs():
+    import torch
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, lengths):
+            return ab.decode(q, ab.ContiguousCache(k, k, lengths))
+
+    arrays = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 2, 16), torch.tensor([3, 8], dtype=torch.int32)
+    with torch.no_grad():
+        program = torch.export.export(Layer(), arrays)
+        for lengths in (arrays[2], torch.tensor([8, 0], dtype=torch.int32)):
+            torch.testing.assert_close(program.module()(*arrays[:2], lengths), Layer()(*arrays[:2], lengths))
+    assert Layer()(*(x.to("meta") for x in arrays)).shape == (2, 1, 4, 16)
 
 
 @pytest.mark.torch

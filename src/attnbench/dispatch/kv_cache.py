@@ -110,6 +110,8 @@ class PagedCache(KvCache):
         framework = self.framework
         if not hasattr(self.block_table, "shape") or len(self.block_table.shape) != 2:
             raise InvalidWorkload("block_table must be an array [batch, pages of a sequence] of whole numbers (int32).")
+        if framework == "jax":
+            object.__setattr__(self, "block_table", _in_jax(self.block_table))
         batch = self.block_table.shape[0]
         object.__setattr__(self, "lengths", _lengths_of(self.lengths, self.k_pages, batch, framework))
         _check(self)
@@ -165,7 +167,7 @@ def _register_trees() -> None:
 def _lengths_of(lengths: Any, k: Array, batch: int, framework: str) -> Array:
     """Return lengths as an array on the device of k; an array stays the same object."""
     if hasattr(lengths, "shape") and hasattr(lengths, "dtype") and len(lengths.shape) == 1:
-        return lengths
+        return _in_jax(lengths) if framework == "jax" else lengths
     if framework == "torch":
         import torch
 
@@ -177,6 +179,13 @@ def _lengths_of(lengths: Any, k: Array, batch: int, framework: str) -> Array:
     else:
         import numpy as xp
     return xp.full((batch,), lengths, xp.int32)
+
+
+def _in_jax(array: Array) -> Array:
+    """Return an array of NumPy as one of JAX, which may be indexed inside a program; others as they are."""
+    import jax.numpy as jnp
+
+    return jnp.asarray(array) if frameworks.of(array) == "numpy" else array
 
 
 def _check(cache: KvCache) -> None:
