@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from attnbench.dispatch.attention import attention as attention
     from attnbench.dispatch.attention import explain as explain
     from attnbench.dispatch.capture import capture as capture
+    from attnbench.dispatch.decode import decode as decode
+    from attnbench.dispatch.kv_cache import ContiguousCache as ContiguousCache
+    from attnbench.dispatch.kv_cache import PagedCache as PagedCache
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
     from attnbench.policy import load_policy as load_policy
     from attnbench.policy import set_policy as set_policy
@@ -32,6 +35,9 @@ _HOME = {  # public name -> where it lives
     "compare": ("attnbench.comparing.compare", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
     "capture": ("attnbench.dispatch.capture", "capture"),
+    "decode": ("attnbench.dispatch.decode", "decode"),
+    "ContiguousCache": ("attnbench.dispatch.kv_cache", "ContiguousCache"),
+    "PagedCache": ("attnbench.dispatch.kv_cache", "PagedCache"),
     "explain": ("attnbench.dispatch.attention", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),
     "load_policy": ("attnbench.policy", "load_policy"),

@@ -26,6 +26,8 @@ Config = Mapping[str, int | float | str | bool]
 Array = Any
 Call = Callable[[Array, Array, Array], Any]
 """Function of q, k, v in the implementation's layout that returns out, or (out, lse) if the LSE was asked for."""
+CacheCall = Callable[[Array, Array, Array, Array, Array | None], tuple[Array, Array]]
+"""Function `(q, k, v, lengths, block_table) -> (out, lse)`; see Implementation.decode."""
 Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]
 """Functions `forward(q, k, v) -> (out, lse)` and `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`; see
 Implementation.partial."""
@@ -366,6 +368,22 @@ class Implementation(ABC):
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return (forward, backward) like `partial`, but for this workload alone; one of the two may be missing."""
         return self.partial(workload, config) or (None, None)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a function `(q, k, v, lengths, block_table) -> (out, lse)` over a KV cache, or the reason for none.
+
+        q is [b, n, h, d]; k and v are [b, capacity, kv_heads, d], or, with a page size, [pages, page_size, kv_heads, d]
+        with a block_table [b, pages of a sequence]; lengths and block_table are int32 and on the device. The last axis
+        of all is dense. Query i is token lengths - n + i of its sequence and sees the keys up to itself, within the
+        workload's window; a row that sees no key gives 0 and LSE -inf (LSE [b, h, n], natural log, float32).
+
+        One function serves every capacity (the workload's kv_len is the first one, rounded up to a power of two) and
+        all lengths; it may not read these on the host of an accelerator, and whatever lies behind the end of a sequence
+        (NaN, entries of the table that are no page) must not reach the result. `supports` was asked before.
+        """
+        return "reads no KV caches"
 
     def quality(self, workload: Workload, config: Config) -> Callable[[Array, Array, Array], dict[str, float]] | None:
         """Return a function `(q, k, v) -> figures` of the keys that are selected for these inputs: `sparsity`, `work`

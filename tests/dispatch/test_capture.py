@@ -540,7 +540,7 @@ def test_every_call_that_cannot_be_written_is_counted(tmp_path):
 
 
 def test_under_autocast_a_call_has_the_dtype_that_it_is_computed_in():
-    from attnbench.dispatch import array_masks, decode
+    from attnbench.dispatch import array_masks, hf_decode
 
     q, k, v = tensors(2, 6, 4, 8)
     visible, graph = (
@@ -551,7 +551,7 @@ def test_under_autocast_a_call_has_the_dtype_that_it_is_computed_in():
         "ours": lambda: ab.attention(q, k, v),
         "torch's": lambda: F.scaled_dot_product_attention(q, k, v),
         "with an array": lambda: array_masks.attention_with_array(q, k, v, visible=visible),
-        "one query": lambda: decode.attend(q[:, :, :1], k, v, scale=None, softcap=None, impl="auto"),
+        "one query": lambda: hf_decode.attend(q[:, :, :1], k, v, scale=None, softcap=None, impl="auto"),
         "graph": lambda: graph(q, k, v),
     }
     for name, call in calls_made.items():

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::attnbench.e
 
 from hf_models import batch, model
 
-from attnbench.dispatch import decode
+from attnbench.dispatch import hf_decode as decode
 from attnbench.dispatch.attention import attention
 from attnbench.dispatch.hf import register
 from attnbench.dispatch.plan import PLANS

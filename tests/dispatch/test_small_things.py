@@ -191,7 +191,7 @@ def test_tensors_of_several_devices_are_refused(away):
     """Also by a call that has a plan: the same shapes on one device were seen before."""
     import torch
 
-    from attnbench.dispatch import decode
+    from attnbench.dispatch import hf_decode
     from attnbench.dispatch.array_masks import attention_with_array
     from attnbench.nn import create_dilated_attention
 
@@ -202,7 +202,7 @@ def test_tensors_of_several_devices_are_refused(away):
         "auto": lambda *x: ab.attention(*x),
         "eager": lambda *x: ab.attention(*x, impl="torch.eager"),
         "array": lambda *x: attention_with_array(*x, visible=torch.ones_like(x[0][0, :, 0, :4]).bool()),
-        "decode": lambda q, k, v: decode.attend(q[:, :, :1], k, v, scale=None, softcap=None, impl="auto"),
+        "decode": lambda q, k, v: hf_decode.attend(q[:, :, :1], k, v, scale=None, softcap=None, impl="auto"),
         "module": lambda *x: dilated(*x),
         "graph": torch.compile(lambda *x: ab.attention(*x), backend="eager", fullgraph=True),
     }

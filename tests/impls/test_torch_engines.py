@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cache_problem import Problem, must_agree
+
 from attnbench import masks, spec
 from attnbench.errors import Unsupported
 from attnbench.impls.torch.flash_attention import FA2, FA3, FA4
@@ -531,3 +533,57 @@ def test_each_engine_has_its_own_process_and_says_where_it_never_ran():
     assert len({engine.process for engine in ENGINES}) == len(ENGINES)
     ran = {"torch.fa3", "torch.fa4", "torch.sageattention"}  # on an H200: see results/h200 and results/README.md
     assert {engine.name for engine in ENGINES if "cuda" not in engine.untested} == ran
+
+
+# KV caches
+
+CACHES = {
+    "one query": Problem((5, 64, 0), dim=64, v_dim=64),
+    "few queries": Problem((2, 0, 200, 8), queries=8, dim=64, v_dim=64, capacity=256),
+    "window": Problem((100, 3), queries=3, window=30, dim=64, v_dim=64, capacity=128),
+    "soft cap": Problem((100, 3), softcap=1.5, dim=64, v_dim=64, capacity=128),
+    "pages of 16": Problem((50, 0, 16), queries=2, dim=64, v_dim=64, page_size=16),
+    "pages of 256": Problem((300, 256), queries=2, dim=64, v_dim=64, page_size=256, capacity=512),
+}
+READERS = {"fa2": FA2, "fa3_full": FA3, "fa3_fwd": FA3, "fa4": FA4, "flashinfer": FLASHINFER}
+NOT_READ = {
+    ("fa2", "pages of 16"): "multiple of 256 tokens, not 16",
+    ("fa3_fwd", "pages of 16"): "no pages in this build",
+    ("fa3_fwd", "pages of 256"): "no pages in this build",
+    ("fa3_fwd", "window"): "this build has no window",
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+@pytest.mark.parametrize("folder", READERS)
+def test_caches_are_read_as_the_library_takes_them(install, folder, case):
+    """Of a GPU's adapter, with tensors of this machine: unequal lengths, pages, NaN behind the ends of sequences."""
+    install(folder)
+    engine, problem = READERS[folder], CACHES[case]
+    words = {"scale": problem.scale, "softcap": problem.softcap}
+    mask = masks.full() if problem.queries == 1 else masks.causal()
+    w = work(
+        batch=len(problem.lengths), q_len=problem.queries, kv_len=problem.capacity, **words,
+        mask=mask if problem.window is None else masks.window(problem.window),
+    )  # fmt: skip
+    refusal = engine.supports(w, H200)
+    call = refusal or engine.decode(w, H200, {}, problem.page_size)
+    if (folder, case) in NOT_READ:
+        assert NOT_READ[folder, case] in call
+        return
+    assert callable(call), call
+    k, v, table = problem.cache_arrays()
+    q, k, v = (torch.as_tensor(x).bfloat16() for x in (problem.tokens()[0], k, v))
+    lengths = torch.tensor(problem.lengths, dtype=torch.int32)
+    with torch.no_grad():
+        found = call(q, k, v, lengths, None if table is None else torch.as_tensor(table))
+    expected = problem.expected(lambda x: torch.as_tensor(x).bfloat16().double().numpy())
+    must_agree([x.double().numpy() for x in found], expected, "bfloat16")
+
+
+def test_an_old_library_without_caches_says_so(install, monkeypatch):
+    install("fa2")
+    import flash_attn.flash_attn_interface as interface
+
+    monkeypatch.delattr(interface, "flash_attn_with_kvcache")
+    assert "no function over KV caches" in FA2.decode(work(q_len=1), H200, {}, None)

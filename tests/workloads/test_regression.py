@@ -20,7 +20,8 @@ ELSEWHERE = {
     "jax.cudnn", "jax.cudnn-split", "jax.flash-attn", "jax.kvax", "jax.tokamax-cudnn", "jax.tokamax-mosaic",
     "jax.tokamax-triton", "torch.block-sparse-triton", "torch.fa3", "torch.fa4", "torch.flash-attn",
     "torch.flashinfer", "torch.sageattention", "torch.sdpa-cudnn",
-    "torch.sdpa-cudnn-split", "torch.sdpa-efficient", "torch.transformer-engine", "torch.xformers",
+    "torch.sdpa-cudnn-split", "torch.sdpa-efficient", "torch.transformer-engine", "torch.triton-decode",
+    "torch.xformers",
 }  # fmt: skip
 """What needs an accelerator: each says so itself."""
 OURS = [name for name in registry.names() if registry.origin(name) == registry.origin("torch.sdpa")]

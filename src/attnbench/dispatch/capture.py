@@ -313,7 +313,7 @@ def _hooks() -> Iterator[tuple[Hook, str, Callable[..., SeenCall], Callable[...,
     """Yield the hooks of the frameworks that are loaded: a model cannot run in one that is not."""
     attention = _hook("attnbench.dispatch.attention", "attention")
     yield attention, "ab.attention", read_attention, note_attention
-    yield _hook("attnbench.dispatch.decode", "attend"), "ab.attention", partial(read_attention, layout="bhsd"), None
+    yield _hook("attnbench.dispatch.hf_decode", "attend"), "ab.attention", partial(read_attention, layout="bhsd"), None
     with_array = _hook("attnbench.dispatch.array_masks", "attention_with_array")
     yield with_array, "ab.attention", read_attention, note_attention
     if "torch" in sys.modules:

@@ -53,6 +53,14 @@ TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
     "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
 }
 """Framework -> implementations that take a mask as an array of each call (attnbench.dispatch.array_masks), in order."""
+READ_CACHES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.triton-decode", "torch.flash-attn", "torch.fa3", "torch.fa4", "torch.eager"),
+    "jax": ("jax.cudnn", "jax.einsum"),
+    "numpy": ("numpy.float32", "numpy.reference"),
+}
+"""Fixed order over KV caches: kernels that split the keys of few queries, then what reads every cache. Policies, whose
+figures are of whole arrays, are not asked."""
+READ_CACHES_ON_CPU: dict[str, tuple[str, ...]] = {"torch": ("torch.sdpa-flash", "torch.eager"), "jax": ("jax.einsum",)}
 OF_DATA = ("lengths", "valid", "documents", "block_causal", "dense")
 """Kinds of masks that carry data, which usually differs from call to call."""
 FEW_QUERIES = 16
@@ -166,7 +174,7 @@ def _decide_automatically(demand: Demand) -> PickDecision:
     candidates: list[Candidate] = []
     missed: list[str] = []
     wrong: dict[str, str] = {}
-    policies = policy.active()
+    policies = () if demand.form == "cache" else policy.active()
     for number, active in enumerate(policies):
         choice = active.choice(demand.workload, demand.framework, demand.environment, policies[:number])
         wrong = active.incorrect(demand.workload, demand.framework, demand.environment) | wrong
@@ -207,6 +215,9 @@ def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...
     """Return the fixed order on a device."""
     if form == "array":
         return TAKE_ARRAYS[framework]
+    if form == "cache":
+        on_cpu = READ_CACHES_ON_CPU.get(framework) if device == "cpu" else None
+        return on_cpu or READ_CACHES[framework]
     if framework == "torch" and device == "mps":
         return MPS_ORDER
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
@@ -281,6 +292,9 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
                 "heads alone, for q, k and v alike, or call it inside jax.shard_map"
             )
     reason = refusal(implementation, workload, demand.framework, demand.device)
+    if demand.form == "cache":
+        call = None if reason else implementation.decode(workload, demand.environment, config, demand.page_size)
+        return call if isinstance(call, str) else reason
     if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
         wide = replace(workload, dtype="float32")
         runs_wide = (
@@ -316,7 +330,8 @@ def _failure_key(name: str, config: Config, demand: Demand) -> Hashable:
     sizes = (work.batch * work.heads, work.q_len, work.kv_len)
     return (
         name, repr(sorted(config.items())), registry.generation(), demand.framework, demand.device, demand.with_lse,
-        demand.rules, work.pass_, work.dtype, work.visible_mask.kinds, work.head_dim, work.value_dim,
+        demand.form == "cache", demand.page_size, demand.rules,
+        work.pass_, work.dtype, work.visible_mask.kinds, work.head_dim, work.value_dim,
         work.softcap is None, work.group > 1, work.q_len < work.kv_len, work.q_len > work.kv_len,
         *(size.bit_length() for size in sizes),
     )  # fmt: skip
@@ -324,7 +339,7 @@ def _failure_key(name: str, config: Config, demand: Demand) -> Hashable:
 
 def report(decision: PickDecision, demand: Demand) -> None:
     """Warn once, or raise PolicyMiss, if no policy covers a call; warn once of policies that do not hold here."""
-    if demand.framework in NOTHING_TO_CHOOSE or demand.device == META:
+    if demand.framework in NOTHING_TO_CHOOSE or demand.device == META or demand.form == "cache":
         return
     rule, place, active = policy.on_miss(), (demand.framework, demand.device), policy.active()
     reasons = "; ".join(decision.missed) or "none is for this device"

@@ -16,9 +16,9 @@ from attnbench.spec import Array, Environment, Pass, Workload
 
 META = "meta"
 """Torch's device of tensors that have a shape and no numbers, which count as a CPU's."""
-Form = Literal["call", "traced", "operator", "array"]
+Form = Literal["call", "traced", "operator", "array", "cache"]
 """How an implementation will be run: called, traced by torch.compile if it can be, as one operator of a compiled graph,
-or with its mask an array that is an argument of the call."""
+with its mask an array that is an argument of the call, or over a KV cache (Implementation.decode)."""
 
 
 class Outline(NamedTuple):
@@ -55,6 +55,8 @@ class Demand(NamedTuple):
     """Whether the built call must compute any number of keys."""
     shards: Shards | None = None
     """How JAX arrays are sharded over devices; the workload is that of one device if each computes its own shards."""
+    page_size: int | None = None
+    """Tokens of a page of the KV cache; None if the keys of a sequence lie in one piece."""
 
     @property
     def environment(self) -> Environment:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnbench import masks
-from attnbench.dispatch import array_masks, decode, hf_models
+from attnbench.dispatch import array_masks, hf_decode, hf_models
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.hf_masks import DescribedMask, KeyRangeMask, MaskArray, describe
 from attnbench.dispatch.torch_sdpa import check_impl
@@ -244,7 +244,7 @@ def attention_forward(
         wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if alone and not wants_gradient and not torch.compiler.is_compiling():
             more: Any = {"mask": described.mask, "real": described.real}
-            out = decode.attend(query, key, value, scale=options["scale"], softcap=softcap, impl=impl, **more)
+            out = hf_decode.attend(query, key, value, scale=options["scale"], softcap=softcap, impl=impl, **more)
         else:
             out = dispatch.attention(query, key, value, mask=described.mask, **options)
     else:

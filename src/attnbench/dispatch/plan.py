@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from copy import copy
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from threading import Lock, local
 from typing import Any, NoReturn
 
@@ -117,28 +117,32 @@ def running(impl: str, demand: Demand, layout: str) -> Call:
     """Return what a call runs: the named implementation, or `auto`'s choice, which is replaced if it cannot run."""
     pick, decision = chosen(impl, demand)
     call = built(pick, decision.config, demand, layout)
-    return AutoChoice(call, decision, demand, layout) if impl == "auto" else call
+    again = partial(built, demand=demand, layout=layout)
+    return AutoChoice(call, decision, demand, again) if impl == "auto" else call
 
 
 class AutoChoice:
     """The choice of `auto`. If it raises Unsupported when it runs, the next candidate replaces it from then on."""
 
-    def __init__(self, call: Call, decision: PickDecision, demand: Demand, layout: str) -> None:
-        self._call, self._decision, self._demand, self._layout = call, decision, demand, layout
+    def __init__(
+        self, call: Callable[..., Any], decision: PickDecision, demand: Demand,
+        build: Callable[[Implementation, Config], Callable[..., Any]],
+    ) -> None:  # fmt: skip
+        self._call, self._decision, self._demand, self._build = call, decision, demand, build
         self._lock = Lock()
 
-    def __call__(self, q: Array, k: Array, v: Array) -> Any:
+    def __call__(self, *arrays: Array | None) -> Any:
         while True:
             call = self._call
             try:
-                return call(q, k, v)
+                return call(*arrays)
             except Unsupported as error:
                 with self._lock:
                     if self._call is call:  # else another thread has replaced it already
                         failed = self._decision
                         assert failed.pick is not None
                         pick, decision = next_choice(failed.pick.name, failed.config, self._demand, error)
-                        call = built(pick, decision.config, self._demand, self._layout)
+                        call = self._build(pick, decision.config)
                         self._call, self._decision = call, decision
 
 

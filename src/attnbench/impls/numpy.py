@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from attnbench import reference
 from attnbench.impls import WithLse
 from attnbench.impls.conditions import needs_dtype
 from attnbench.masks.large_bias import finite
-from attnbench.spec import Call, Config, Environment, Workload
+from attnbench.spec import CacheCall, Call, Config, Environment, Workload
 
 
 class _NumpyCall:
@@ -52,6 +53,30 @@ class NumpyAttention(WithLse):
 
     def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         return _NumpyCall(workload, self._working, with_lse)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call that computes one sequence after another with the keys that it has."""
+        working = self._working
+
+        def call(
+            q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, table: np.ndarray | None
+        ) -> tuple[np.ndarray, np.ndarray]:
+            out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+            lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)
+            for b, length in enumerate(int(one) for one in lengths):
+                keys, values = k[b], v[b]
+                if table is not None:
+                    pages = table[b, : -(-length // k.shape[1])]
+                    keys, values = (x[pages].reshape(-1, *x.shape[2:]) for x in (k, v))
+                if length:
+                    one: Any = replace(workload, batch=1, kv_len=length)
+                    arrays = (x[None].astype(working, copy=False) for x in (q[b], keys[:length], values[:length]))
+                    (out[b],), (lse[b],) = reference.attention(one, *arrays)
+            return out, lse
+
+        return call
 
 
 REFERENCE = NumpyAttention("numpy.reference", np.float64, "NumPy in float64: the reference of verification.")

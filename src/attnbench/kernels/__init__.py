@@ -1,4 +1,4 @@
-"""Attention that attnbench computes itself: dilated, block-sparse, ring and chunked.
+"""Attention that attnbench computes itself: dilated, block-sparse, over KV caches, ring and chunked.
 
 The lab reaches these kernels by name, through the registry, as it reaches every other library.
 """

@@ -12,7 +12,7 @@ import numpy as np
 
 from attnbench.masks import Blocks, Dense, Mask, MaskShape
 from attnbench.masks.large_bias import shifted
-from attnbench.spec import Array, Call, Workload
+from attnbench.spec import Array, CacheCall, Call, Workload
 
 if TYPE_CHECKING:
     import jax
@@ -211,6 +211,45 @@ def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: A
     """
     logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
     return _weighted_values(_hidden(logits, workload, seen, weight), v)
+
+
+def cache_arrays(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array, Array]:
+    """Return keys and values [b, capacity, kv_heads, d] of a KV cache, and which are there, [b, capacity].
+
+    What lies behind the end of a sequence is replaced: 0 in values, as 0 times NaN is NaN, and page 0 in the table.
+    """
+    import jax.numpy as jnp
+
+    size = k.shape[1]
+    capacity = size if table is None else table.shape[1] * size
+    live = jnp.arange(capacity) < lengths[:, None]
+    if table is not None:
+        pages = jnp.where(live[:, ::size], table, 0)
+        k, v = (x[pages].reshape(pages.shape[0], capacity, *x.shape[2:]) for x in (k, v))
+    return k, jnp.where(live[..., None, None], v, 0), live
+
+
+def plain_decode(workload: Workload) -> CacheCall:
+    """Return a CacheCall by a grouped einsum over the whole capacity, masked by the lengths."""
+    left = getattr(workload.visible_mask, "left", None)
+
+    def call(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array]:
+        import jax
+        import jax.numpy as jnp
+
+        keys, values, live = cache_arrays(q, k, v, lengths, table)
+        rows, at = lengths[:, None] - q.shape[1] + jnp.arange(q.shape[1]), jnp.arange(keys.shape[1])
+        seen = live[:, None] & (at <= rows[..., None])
+        if left is not None:
+            seen = seen & (at >= rows[..., None] - left)
+        logits = capped_logits(q, keys, workload.softmax_scale, workload.softcap)
+        logits = jnp.where(seen[:, None, None], logits, -0.7 * float(jnp.finfo(logits.dtype).max))
+        sees = seen.any(-1)
+        out = jnp.where(sees[..., None, None], _weighted_values(logits, values), 0)
+        lse = jax.nn.logsumexp(logits, axis=-1).reshape(q.shape[0], q.shape[2], q.shape[1])
+        return out.astype(q.dtype), jnp.where(sees[:, None], lse, -jnp.inf).astype(jnp.float32)
+
+    return call
 
 
 def kind_of_device(array: Array) -> str:

@@ -22,11 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from attnbench.frameworks.jax.plain import plain_call, plain_lse, row_tops, rows_that_see, whole_lse, zero_blind_rows
+from attnbench.frameworks.jax.plain import (
+    cache_arrays,
+    plain_call,
+    plain_decode,
+    plain_lse,
+    row_tops,
+    rows_that_see,
+    whole_lse,
+    zero_blind_rows,
+)
 from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import FINITE_MASK, MaskArguments, mask_arguments
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Passes, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Passes, Workload
 
 
 class JaxEinsum(WithLse):
@@ -49,6 +58,11 @@ class JaxEinsum(WithLse):
         from attnbench.impls.partial.jax_passes import plain_passes
 
         return plain_passes(workload)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        return plain_decode(workload)
 
 
 @dataclass(frozen=True)
@@ -180,6 +194,28 @@ class Cudnn(JaxNn):
         from attnbench.impls.partial.jax_passes import cudnn_passes
 
         return cudnn_passes(workload) or (None, None)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call for one query of each sequence, of which cuDNN takes the number of keys; LSEs are computed
+        apart."""
+        if workload.visible_mask.kinds != ("full",):
+            return "takes the lengths of sequences for one query without a window"
+        plain = plain_decode(workload)
+
+        def call(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array]:
+            import jax.numpy as jnp
+            from jax.nn import dot_product_attention
+
+            keys, values, _ = cache_arrays(q, k, v, lengths, table)
+            out = dot_product_attention(
+                q, keys, values, scale=workload.softmax_scale, implementation="cudnn",
+                key_value_seq_lengths=jnp.maximum(lengths, 1),
+            )  # fmt: skip
+            return jnp.where((lengths > 0)[:, None, None, None], out, 0), plain(q, k, v, lengths, table)[1]
+
+        return call
 
 
 EINSUM = JaxEinsum()

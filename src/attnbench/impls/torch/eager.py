@@ -10,9 +10,10 @@ from typing import Any
 from attnbench.frameworks.torch.plain import attend, mask_tensors, once_per_device, plain_call
 from attnbench.impls import WithLse
 from attnbench.impls.partial.torch_passes import plain_partial
+from attnbench.impls.torch._caches import plain_decode
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.masks.large_bias import has_large_bias
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Workload
 
 
 class Eager(WithLse):
@@ -34,6 +35,11 @@ class Eager(WithLse):
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return None if has_large_bias(workload.visible_mask) else plain_partial(workload)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        return plain_decode(workload)
 
 
 class Compiled(Implementation):

@@ -25,7 +25,7 @@ from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import find_module, first_reason
 from attnbench.impls.partial.torch_passes import dense_rows, for_backward, with_dense_rows
 from attnbench.impls.torch import _masks
-from attnbench.spec import Array, Call, Config, Environment, Partial, Passes, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Partial, Passes, Workload
 
 
 def fa3_module() -> str | None:
@@ -92,6 +92,8 @@ class Flash(WithLse):
     unbounded: int | None = -1
     """Value that means "no bound" for a window side."""
     lse_flag = "return_attn_probs"
+    table_name = "block_table"
+    """Name of the argument for the pages of a KV cache."""
 
     @abstractmethod
     def function(self) -> Callable[..., Any]:
@@ -152,6 +154,31 @@ class Flash(WithLse):
         forward = self._forward(workload, config)
         return self.partial(workload, config) or (lambda *arrays: forward(*map(dense_rows, arrays)), None)
 
+    def cache_function(self) -> Callable[..., Any] | str:
+        """Return the library's `flash_attn_with_kvcache`, or why there is none."""
+        return "offers no function over KV caches in this version"
+
+    def needs_page_size(self, page_size: int) -> str | None:
+        """Refuse pages that the library does not take."""
+        return None
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call of the library's function over caches, which splits the keys by a heuristic of its own."""
+        reason = self.needs_page_size(page_size) if page_size is not None else None
+        function = self.cache_function() if reason is None else reason
+        if isinstance(function, str):
+            return function
+        options = {"num_splits": 0} | self.options(workload, config)
+
+        def call(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array]:
+            place = {} if table is None else {self.table_name: table}
+            out, lse = function(q, k, v, cache_seqlens=lengths, return_softmax_lse=True, **place, **options)[:2]
+            return out, _masks.natural_lse(lse)
+
+        return call
+
     def natural(self, workload: Workload) -> Callable[[Array], Array]:
         """Return a function that corrects the library's LSE; it costs nothing if every row sees a key."""
         return _masks.natural_lse if _masks.may_have_dead_rows(workload) else lambda lse: lse
@@ -190,6 +217,13 @@ class FlashAttention2(Flash):
     def function(self) -> Callable[..., Any]:
         return import_module("flash_attn.flash_attn_interface").flash_attn_func
 
+    def cache_function(self) -> Callable[..., Any] | str:
+        interface = import_module("flash_attn.flash_attn_interface")
+        return getattr(interface, "flash_attn_with_kvcache", None) or super().cache_function()
+
+    def needs_page_size(self, page_size: int) -> str | None:
+        return f"takes pages of a multiple of 256 tokens, not {page_size}" if page_size % 256 else None
+
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """Return the private functions; None before 2.7, and if the public function would pad head_dim."""
         interface = import_module("flash_attn.flash_attn_interface")
@@ -218,6 +252,7 @@ class FlashAttention3(Flash):
     process = "fa3"
     expects = (r"flash|FlashAttn",)
     tunables = {"num_splits": 1}
+    table_name = "page_table"
 
     def available(self, environment: Environment) -> str | None:
         newer = environment.capability is not None and environment.capability[0] > 9
@@ -246,6 +281,14 @@ class FlashAttention3(Flash):
 
     def function(self) -> Callable[..., Any]:
         return fa3_interface().flash_attn_func
+
+    def cache_function(self) -> Callable[..., Any] | str:
+        if "VARLEN" in fa3_left_out():
+            return "takes no lengths of sequences in this build"
+        return getattr(fa3_interface(), "flash_attn_with_kvcache", None) or super().cache_function()
+
+    def needs_page_size(self, page_size: int) -> str | None:
+        return "reads no pages in this build: use a ContiguousCache" if "PAGEDKV" in fa3_left_out() else None
 
     def _forward(self, workload: Workload, config: Config) -> Call:
         """Return a forward pass whose output has the strides of q: other libraries' backward may be slower on mixed
@@ -317,6 +360,22 @@ class FlashAttention4(Flash):
 
     def function(self) -> Callable[..., Any]:
         return import_module("flash_attn.cute").flash_attn_func
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call of the function for sequences of unequal lengths; on Hopper it does not split the keys."""
+        function = getattr(import_module("flash_attn.cute"), "flash_attn_varlen_func", None)
+        if function is None or "seqused_k" not in parameters(function):
+            return self.cache_function()
+        hopper = environment.capability is not None and environment.capability[0] == 9
+        options = self.options(workload, config) | {"num_splits": 1 if hopper else 0, self.lse_flag: True}
+
+        def call(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array]:
+            out, lse = function(q, k, v, seqused_k=lengths, page_table=table, **options)[:2]
+            return out, _masks.natural_lse(lse)
+
+        return call
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         """Return the private functions; 4.0.0b12's forward returns 2 values, later ones more, out and LSE first."""

@@ -16,7 +16,7 @@ from typing import Any
 from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.torch._masks import bounds, is_windowed, needs_bottom_right, needs_bounds, needs_visible_rows
-from attnbench.spec import Array, Call, Config, Environment, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Workload
 
 WORKSPACE_BYTES = 128 << 20
 """Size that the library's documentation recommends for split-k results."""
@@ -64,6 +64,56 @@ class Flashinfer(WithLse):
 
         return run
 
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call that plans anew each time: the library plans on the host, so every call waits for the lengths.
+
+        A cache in one piece is one with a page for each sequence.
+        """
+        wrapper_class = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        queries = workload.q_len
+
+        @cache
+        def wrapper_on(device: Any) -> Any:
+            import torch
+
+            return wrapper_class(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
+
+        def call(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array]:
+            import torch
+
+            size, known = k.shape[1], lengths.cpu()
+            count = (known + size - 1) // size
+            pages = known.new_tensor(range(len(known)))[:, None] if table is None else table.cpu()
+            listed = pages[torch.arange(pages.shape[1]) < count[:, None]]
+            begin, rows = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (count, known * 0 + queries))
+            wrapper = wrapper_on(q.device)
+            wrapper.plan(
+                rows.to(q.device), begin.to(q.device), listed.int().to(q.device),
+                (known - (count - 1) * size).int().to(q.device), workload.heads, workload.kv_heads, workload.head_dim,
+                size, head_dim_vo=workload.value_dim, **_options(workload),
+            )  # fmt: skip
+            out, lse = wrapper.run(q.flatten(0, 1), (k, v), return_lse=True)
+            out = out.unflatten(0, (len(q), queries))
+            lse = (lse * math.log(2)).unflatten(0, (len(q), queries)).transpose(1, 2).float()
+            unseeing = lengths[:, None] < torch.arange(queries, 0, -1, device=q.device)
+            return out.masked_fill(unseeing[..., None, None], 0.0), lse.masked_fill(unseeing[:, None], -math.inf)
+
+        return call
+
+
+def _options(workload: Workload) -> dict[str, Any]:
+    """Return the keywords of a plan that every wrapper has."""
+    import torch
+
+    left, right = bounds(workload)
+    dtype = getattr(torch, workload.dtype)
+    return {
+        "causal": right == 0, "window_left": -1 if left is None else left, "logits_soft_cap": workload.softcap,
+        "sm_scale": workload.softmax_scale, "q_data_type": dtype, "kv_data_type": dtype,
+    }  # fmt: skip
+
 
 def _planner(workload: Workload) -> Callable[[Any], Any]:
     """Return a function from a device to a wrapper, which is planned at the first arrays on the device and kept."""
@@ -73,7 +123,6 @@ def _planner(workload: Workload) -> Callable[[Any], Any]:
     def planned(device: Any) -> Any:
         import torch
 
-        left, right = bounds(workload)
         rows = torch.arange(workload.batch + 1, dtype=torch.int32, device=device)
         wrapper = wrapper_class(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
         wrapper.plan(
@@ -83,12 +132,7 @@ def _planner(workload: Workload) -> Callable[[Any], Any]:
             workload.kv_heads,
             workload.head_dim,
             head_dim_vo=workload.value_dim,
-            causal=right == 0,
-            window_left=-1 if left is None else left,
-            logits_soft_cap=workload.softcap,
-            sm_scale=workload.softmax_scale,
-            q_data_type=getattr(torch, workload.dtype),
-            kv_data_type=getattr(torch, workload.dtype),
+            **_options(workload),
         )
         return wrapper
 

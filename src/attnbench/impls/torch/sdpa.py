@@ -16,9 +16,10 @@ from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
 from attnbench.impls.torch import _sdpa_operators
+from attnbench.impls.torch._caches import sliced_decode
 from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
 from attnbench.impls.torch._sdpa_pins import Pinned
-from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Workload
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 MATH_OPERATOR = r"_scaled_dot_product_attention_math"
@@ -167,6 +168,14 @@ class Sdpa(Implementation):
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return _sdpa_operators.partial(self.backend, workload)
+
+    def decode(
+        self, workload: Workload, environment: Environment, config: Config, page_size: int | None
+    ) -> CacheCall | str:
+        """Return a call of the CPU's flash kernel; those of a GPU would need the lengths on the host, or an array."""
+        if self.backend == "flash" and environment.device == "cpu":
+            return sliced_decode(workload)
+        return "reads KV caches with its flash kernel on a CPU alone: it takes no lengths of sequences"
 
     def _mask(self, workload: Workload, device: Any) -> SdpaMask:
         on_cpu = device.type == "cpu"

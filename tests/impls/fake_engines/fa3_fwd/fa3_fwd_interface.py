@@ -1,7 +1,7 @@
 """fa3-fwd 0.0.3: a tensor unless asked for the LSE; asks for its build flags under the full build's module name."""
 
 import torch
-from plain_attention import attend, side
+from plain_attention import attend, attend_to_cache, side
 
 
 def flash_attn_func(
@@ -16,6 +16,21 @@ def flash_attn_func(
     assert q.dtype == torch.bfloat16, "This flash attention build does not support fp16."
     out, lse = attend(q, k, v, softmax_scale, side(window_size[0]), 0 if causal else side(window_size[1]), softcap)
     return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    assert cache_seqlens.dtype == torch.int32
+    if page_table is not None:
+        raise RuntimeError("This flash attention build does not support paged KV.")
+    left, right = side(window_size[0]), 0 if causal else side(window_size[1])
+    out, lse = attend_to_cache(q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale, left, right, softcap)
+    return (out, lse, torch.empty(0), torch.empty(0)) if return_softmax_lse else out
 
 
 def _flash_attn_backward(dout, q, k, v, out, softmax_lse, window_size_left=-1, window_size_right=-1):

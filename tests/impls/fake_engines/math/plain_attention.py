@@ -49,3 +49,17 @@ def gradients(q, k, v, out, lse, dout, scale, left=None, right=None, softcap=Non
 def side(bound):
     """flash-attention 2 and 3 spell "no bound" -1."""
     return None if bound < 0 else bound
+
+
+def attend_to_cache(q, k, v, lengths, table, scale, left=None, right=None, softcap=None):
+    """Attention over a cache, sequence by sequence: only what lengths and the table say is there is read."""
+    parts = []
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (x[b] if table is None else x[table[b, : -(-length // x.shape[1])].long()] for x in (k, v))
+        keys, values = (x.flatten(0, 1) if table is not None else x for x in (keys, values))
+        if length == 0:
+            blank = torch.zeros(1, q.shape[1], q.shape[2], v.shape[3], dtype=q.dtype)
+            parts.append((blank, torch.full((1, q.shape[2], q.shape[1]), float("-inf"))))
+            continue
+        parts.append(attend(q[b : b + 1], keys[None, :length], values[None, :length], scale, left, right, softcap))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
