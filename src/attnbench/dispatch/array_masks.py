@@ -165,7 +165,7 @@ def with_torch_array(
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
         out, logits = plain.attend(q, k, v, mask, factor, words.softcap)
         if sinks is not None:
-            out = with_sinks(out, plain.log_sum_exp(logits, mask), sinks, "bshd", False)
+            out = with_sinks((out, plain.log_sum_exp(logits, mask)), sinks, "bshd", False)
         return to_layout(out, "bshd", layout)
     factor, sign = positive_scale(factor)
     q = q if sign == 1.0 else q * sign

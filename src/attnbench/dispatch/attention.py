@@ -71,7 +71,7 @@ def attention(
                 from attnbench.dispatch import torch_compile
 
                 found = torch_compile.attention(q, k, v, mask, scale, softcap, impl, layout, heads, with_lse, joined)
-                return found if sinks is None else with_sinks(*found, sinks, layout, return_lse)
+                return found if sinks is None else with_sinks(found, sinks, layout, return_lse)
         recording, rules = torch.is_grad_enabled(), current()
         place: Any = q.device
     else:
@@ -97,7 +97,7 @@ def attention(
         run, size = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, with_lse, joined), train)
         if key is not None and not is_fake(q):  # a later call cannot use arrays made of fake ones
             PLANS.put(key, run, size)
-    return run(q, k, v) if sinks is None else with_sinks(*run(q, k, v), sinks, layout, return_lse)
+    return run(q, k, v) if sinks is None else with_sinks(run(q, k, v), sinks, layout, return_lse)
 
 
 def _place_and_pass(q: Array, k: Array, v: Array) -> tuple[Any, bool]:

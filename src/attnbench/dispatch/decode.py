@@ -57,10 +57,7 @@ def attend(
     with without_autocast(q.device.type):
         if real is not None:
             return run(q, k, v, real, sinks)
-        if sinks is None:
-            return run(q, k, v)
-        out, lse = run(q, k, v)
-        return with_sinks(out, lse, sinks, "bhsd", False)
+        return run(q, k, v) if sinks is None else with_sinks(run(q, k, v), sinks, "bhsd", False)
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:

@@ -12,11 +12,13 @@ from attnbench.errors import InvalidWorkload
 from attnbench.spec import Array
 
 
-def with_sinks(out: Array, lse: Array, sinks: Array, layout: str, return_lse: bool) -> Any:
+def with_sinks(found: Any, sinks: Array, layout: str, return_lse: bool) -> Any:
     """Return the output of rows that the sinks [heads] have joined, and their LSE if asked for, float32.
 
-    A row that sees no key gives 0; its LSE is the sink. A sink of -inf changes nothing.
+    `found` is the (out, lse) of the rows without sinks. A row that sees no key gives 0; its LSE is the sink. A sink of
+    -inf changes nothing.
     """
+    out, lse = found
     _check(out, lse, sinks)
     if hasattr(out, "requires_grad"):
         import torch
