@@ -22,23 +22,28 @@ from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
 from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, framework_of, pass_of, to_layout
-from attnbench.dispatch.plan import Plans, by_pass, jax_choices
+from attnbench.dispatch.plan import Plans, by_pass, bytes_kept, jax_choices
 from attnbench.dispatch.sinks import with_sinks
 from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
-from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.jax.plain import in_usual_promotion, log_weight
+from attnbench.frameworks.jax.plain import visible as visible_pairs
 from attnbench.frameworks.torch import plain
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.impls._arguments import both_heads, workload_of
 from attnbench.impls.partial.torch_choice import current
 from attnbench.impls.partial.torch_passes import positive_scale
 from attnbench.masks import AnyMask
-from attnbench.masks.large_bias import LARGE
+from attnbench.masks.combine import literal, mask_of
+from attnbench.masks.large_bias import LARGE, has_large_bias
 from attnbench.spec import Array, Workload
 from attnbench.tracing import constant_when_traced
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAMES = Plans()
 """Names of the implementations of torch calls, by everything that the choice depends on."""
+_ARRAYS = Plans()
+"""Masks of torch calls as arrays on a device, for calls that add a bias of their own."""
 
 
 def attention_with_array(
@@ -77,6 +82,69 @@ def attention_with_array(
     q, k, v = under_autocast(q, k, v)
     with without_autocast(q.device.type):
         return _torch(q, k, v, visible, bias, words, sinks)
+
+
+def attention_with_bias(q: Array, k: Array, v: Array, bias: Array, words: Words, sinks: Array | None) -> Array:
+    """Return attention of the pairs that a mask shows, with `bias` added to their logits, which gets its gradient."""
+    mask, layout = words.mask, words.layout
+    if words.return_lse:
+        raise Unsupported("return_lse together with bias= is not supported: a constant bias may be a masks.dense.")
+    options: Any = {"scale": words.scale, "softcap": words.softcap, "impl": words.impl, "sinks": sinks}
+    is_torch = hasattr(q, "requires_grad")
+    framework = "torch" if is_torch else framework_of(q, k, v)
+    if framework == "numpy":  # which has no gradients
+        both: Any = masks.dense(bias) if mask is None else mask & masks.dense(bias)
+        return dispatch.attention(q, k, v, mask=both, layout=layout, heads=words.heads, **options)
+    _check_kinds([bias], framework, q)
+    inner, (q_heads, kv_heads) = layout, both_heads(words.heads)
+    if layout == "packed":
+        inner = "bshd"
+        q = to_layout(q, layout, inner, q_heads)
+        k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
+    if is_torch:
+        q, k, v = under_autocast(q, k, v)
+    seen = weight = None
+    if mask is not None and is_torch:
+        seen, weight = _torch_mask(literal(mask), _sizes(q, k, inner), q.dtype, q.device)
+    elif mask is not None:
+        _check_small(mask)
+        work = workload_of(q, k, v, mask=mask, layout=inner)
+        seen, weight = visible_pairs(mask, work.mask_shape), log_weight(mask, work.mask_shape, bias.dtype)
+    bias = bias if weight is None else bias + weight
+    return to_layout(attention_with_array(q, k, v, visible=seen, bias=bias, layout=inner, **options), inner, layout)
+
+
+def _check_small(mask: AnyMask) -> None:
+    """Refuse a mask with a large bias, whose arrays lack what is added to whole rows."""
+    if has_large_bias(mask):
+        raise Unsupported(
+            f"a mask with values beyond {LARGE:g} together with bias= is not supported: add it to the bias."
+        )
+
+
+def _sizes(q: Array, k: Array, layout: str) -> tuple[int, ...]:
+    """Return batch, heads, q_len and kv_len as plain numbers."""
+    from attnbench.dispatch.torch_compile import specialised
+
+    tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    return specialised((q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens]))
+
+
+@constant_when_traced
+def _torch_mask(mask: Any, sizes: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]:
+    """Return which pairs a mask shows, and what it adds to their logits or None, as tensors that are kept."""
+    key = (mask, sizes, dtype, device)
+    found: Any = _ARRAYS.get(key)
+    if found is None:
+        (batch, heads, q_len, kv_len), name = sizes, str(dtype).removeprefix("torch.")
+        work = Workload(
+            batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, head_dim=1, dtype=name, mask=mask_of(mask)
+        )
+        _check_small(work.visible_mask)
+        made = plain.mask_tensors(work, device)
+        found = made.visible, made.weight
+        _ARRAYS.put(key, found, bytes_kept(Demand(work, "torch", device.type)))
+    return found
 
 
 def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
@@ -125,6 +193,8 @@ def _torch(
 
     Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
     """
+    import torch
+
     impl, layout, softcap = words.impl, words.layout, words.softcap
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa does not support softcap: ask for torch.eager.")
@@ -138,7 +208,14 @@ def _torch(
             f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU also in float32), and {q.dtype} would round "
             f"this bias of {bias.dtype}: cast the bias if that is intended, or ask for torch.eager."
         )
-    impl = "torch.eager" if impl == "auto" and not exact else impl  # the only one that takes such a bias
+    # Which of SDPA's kernels runs on a GPU is torch's choice, and not all of them have a gradient of the bias.
+    learns = bias is not None and bias.requires_grad and torch.is_grad_enabled() and q.device.type != "cpu"
+    if impl == "torch.sdpa" and learns:
+        raise Unsupported(
+            "torch picks SDPA's kernel on a GPU, and not every kernel has the gradient of a bias: detach a bias that "
+            "is constant, or ask for torch.eager."
+        )
+    impl = "torch.eager" if impl == "auto" and (learns or not exact) else impl  # the only one that takes such a bias
     impl = _torch_choice(q, k, v, words._replace(impl=impl))
     tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
     wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])

@@ -43,6 +43,7 @@ def attention(
     heads: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     sinks: Array | None = None,
+    bias: Array | None = None,
 ) -> Any:
     """Return attention of q, k and v in their layout; differentiable.
 
@@ -52,8 +53,15 @@ def attention(
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it if the
     implementation supports that (`lse_gradient`); with any other, asking for that gradient is an error.
     `sinks` [heads] are logits that join every row's softmax and have no value, differentiable as well.
+    `bias` broadcasts to [b, heads, q_len, kv_len] and is added to the logits, an array of the call with a gradient; one
+    that is constant may be a mask, `masks.dense`.
     """
     joined = sinks is not None
+    if bias is not None:
+        from attnbench.dispatch.array_masks import attention_with_bias
+
+        words = Words(mask, scale, softcap, impl, layout, heads, return_lse, joined)
+        return attention_with_bias(q, k, v, bias, words, sinks)
     with_lse = return_lse or joined
     recording, rules = False, None
     if hasattr(q, "requires_grad"):
