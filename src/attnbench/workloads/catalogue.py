@@ -43,6 +43,7 @@ def _edge_shapes() -> list[Workload]:
         *_edge("head_dim", head_dim=[72, 256], mask="causal", pass_="train"),
         *_edge("v_head_dim", head_dim=48, v_head_dim=32, mask="causal", pass_=PASSES),
         *_edge("v_head_dim", head_dim=32, v_head_dim=64),
+        *_edge("MLA", head_dim=192, v_head_dim=128, mask="causal", pass_=PASSES),
         *_edge("long row", batch=1, heads=1, q_len=3, kv_len=2000, mask="causal"),
         *_edge("MHA", mask=["full", "causal"], pass_=["backward", "train"]),
         *_edge("GQA", heads="6:2", mask=["full", "causal"], pass_=PASSES),
