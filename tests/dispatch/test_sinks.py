@@ -388,3 +388,33 @@ def test_dynamic_lengths_and_meta_tensors():
         assert_close(call(*map(torch.from_numpy, drawn[:3])), out)
     meta = [torch.empty(x.shape, device="meta") for x in drawn[:3]]
     assert ab.attention(*meta, sinks=torch.empty(4, device="meta")).shape == out.shape
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "train"])
+def test_every_implementation_that_takes_them(device, train):
+    """By name, against float64: whatever returns an LSE serves sinks, and says why not if it does not."""
+    import torch
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    fields = {"heads": 4, "q_len": 128, "head_dim": 64, "mask": ab.masks.causal()}
+    workload, drawn, _ = problem(**fields)
+    arrays = [torch.from_numpy(x).to(device, dtype).requires_grad_(train) for x in drawn[:3]]
+    sinks = torch.from_numpy(SINKS).to(device).float().requires_grad_(train)
+    wide, dout = [x.detach().double().cpu().numpy() for x in arrays], torch.from_numpy(drawn[3]).to(device, dtype)
+    wanted = [reference.attention(workload, *wide, SINKS)[0]]
+    wanted += reference.attention_gradients(workload, *wide, dout.double().cpu().numpy(), SINKS) if train else []
+    compiles = ("torch.flex", "torch.compiled") if device == "cpu" else ()
+    reasons = {one.name: one.reason for one in ab.explain(*arrays, mask=workload.mask, sinks=sinks).candidates}
+    able = [name for name, why in reasons.items() if why is None or why.startswith("can run")]
+    served = [name for name in able if name not in compiles and "[" not in name]
+    assert {"torch.eager", "torch.sdpa-flash"} <= set(served)
+    for name in served:
+        if registry.get(name).approximate:
+            continue
+        got = ab.attention(*arrays, mask=workload.mask, sinks=sinks, impl=name)
+        found = [got, *(torch.autograd.grad(got, [*arrays, sinks], dout) if train else ())]
+        for one, want in zip(found, wanted, strict=True):
+            off = np.linalg.norm(one.detach().double().cpu().numpy() - want) / np.linalg.norm(want)
+            assert off < (1e-5 if device == "cpu" else 2e-2), name

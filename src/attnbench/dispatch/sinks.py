@@ -44,7 +44,7 @@ def _joined(xp: Any, out: Array, lse: Array, sinks: Array, layout: str, return_l
     logit, seen = cast(sinks, lse.dtype)[:, None], lse != -float("inf")
     known = xp.where(seen, lse, 0.0)  # -inf - -inf would be NaN, and so would its gradient
     joined = xp.logaddexp(known, logit)
-    share = xp.where(seen, xp.exp(known - joined), 0.0)
+    share = xp.exp(known - joined)  # of a row that sees no key any number will do: its output is 0
     share = (share if layout == "bhsd" else swap(share))[..., None]
     rows = out.reshape(*out.shape[:2], lse.shape[1], -1) if layout == "packed" else out
     scaled = cast(rows * share, out.dtype).reshape(out.shape)
