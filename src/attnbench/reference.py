@@ -42,6 +42,8 @@ class Gradients(NamedTuple):
     hyperbolic cancel in its derivative."""
     key_terms: Array | None = None
     """Sum of squares of what such terms put into each row of dk, [..., s]."""
+    dsinks: Array | None = None
+    """Gradient of the heads' sinks, [..., g]; None without sinks."""
 
 
 class Head(NamedTuple):
@@ -57,14 +59,18 @@ class Head(NamedTuple):
     v: Array
     batch: int | Array
     kv_head: int | Array
+    sinks: Array | None = None
+    """Logits of the query heads that join every row's softmax and have no value, [..., g]; None without sinks."""
 
 
-def head_of(q: Array, k: Array, v: Array, batch: int, index: int) -> Head:
-    """Cut one head out of bshd arrays."""
+def head_of(q: Array, k: Array, v: Array, batch: int, index: int, sinks: Array | None = None) -> Head:
+    """Cut one head out of bshd arrays, and its sinks out of [heads]."""
     group = q.shape[2] // k.shape[2]
-    heads = q[batch, :, index * group : (index + 1) * group, :]
+    members = slice(index * group, (index + 1) * group)
     xp = array_api_compat.array_namespace(q)
-    return Head(xp.permute_dims(heads, (1, 0, 2)), k[batch, :, index, :], v[batch, :, index, :], batch, index)
+    heads = xp.permute_dims(q[batch, :, members, :], (1, 0, 2))
+    own = None if sinks is None else sinks[members]
+    return Head(heads, k[batch, :, index, :], v[batch, :, index, :], batch, index, own)
 
 
 class Rows(NamedTuple):
@@ -103,10 +109,12 @@ class _Probabilities(NamedTuple):
     """Derivative of the soft cap, or None."""
     largest: Array
     """Largest logit of each row."""
+    sink: Array | None
+    """Weight of each row's sink, or None."""
 
 
 def _probabilities(
-    workload: Workload, q: Array, k: Array, visible: Array, weight: Array | None, wide: Any
+    workload: Workload, q: Array, k: Array, visible: Array, weight: Array | None, wide: Any, sinks: Array | None = None
 ) -> _Probabilities:
     xp = array_api_compat.array_namespace(q)
     products = xp.matmul(_rows_of_group(xp, q), xp.matrix_transpose(k))
@@ -121,13 +129,19 @@ def _probabilities(
         logits = logits + weight
     logits = xp.where(visible, logits, hidden)
     top = xp.max(logits, axis=-1, keepdims=True)
+    sink = None if sinks is None else xp.astype(sinks, wide)[..., None, None] - above
+    top = top if sink is None else xp.maximum(top, sink)
     top = xp.where(top == -float("inf"), xp.zeros_like(top), top)
     weights = xp.exp(logits - top)
     total = xp.sum(weights, axis=-1, keepdims=True)
+    if sink is not None:
+        sink = xp.exp(sink - top)
+        total = total + sink
     empty = total == 0
     divisor = xp.where(empty, xp.ones_like(total), total)
     lse = xp.where(empty, xp.zeros_like(total) - float("inf"), above + top + xp.log(divisor))
-    return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope, top[..., 0])
+    sink = None if sink is None else (sink / divisor)[..., 0]
+    return _Probabilities(weights / divisor, lse[..., 0], (1 / divisor)[..., 0], slope, top[..., 0], sink)
 
 
 def _shifted(xp: Any, weight: Array, visible: Array, wide: Any) -> tuple[Array, Array]:
@@ -184,7 +198,7 @@ def forward_rows(
     xp = array_api_compat.array_namespace(head.q)
     visible, weight = visible_bias(workload, head, rows, namespace, keys)
     taken = head.q if cut else xp.take(head.q, namespace.asarray(np.asarray(rows)), axis=-2)
-    p = _probabilities(workload, taken, head.k[..., keys, :], visible, weight, wide)
+    p = _probabilities(workload, taken, head.k[..., keys, :], visible, weight, wide, head.sinks)
     v = head.v[..., keys, :]
     narrow = xp.astype(p.normal, v.dtype)
     out = _contained(xp, narrow, v) if contain else _matmul(xp, narrow, v)
@@ -242,11 +256,12 @@ def backward_rows(
     index = namespace.asarray(np.asarray(rows))
     q, dout = (head.q, dout) if cut else (xp.take(x, index, axis=-2) for x in (head.q, dout))
     visible, weight = visible_bias(workload, head, rows, namespace, keys)
-    p = _probabilities(workload, q, head.k, visible, weight, wide)
+    p = _probabilities(workload, q, head.k, visible, weight, wide, head.sinks)
     narrow = xp.astype(p.normal, head.v.dtype)
     out = _matmul(xp, narrow, head.v)
     shared = xp.sum(xp.astype(dout, wide) * xp.astype(out, wide), axis=-1, keepdims=True)
     dlogits = uncapped = p.normal * (xp.astype(_matmul(xp, dout, xp.matrix_transpose(head.v)), wide) - shared)
+    dsinks = None if p.sink is None else -xp.sum(p.sink * shared[..., 0], axis=-1)
     if p.slope is not None:
         dlogits = dlogits * p.slope
     cancelling = key_terms = None
@@ -267,7 +282,7 @@ def backward_rows(
     dlogits = xp.astype(dlogits * workload.softmax_scale, head.q.dtype)
     by_keys = (xp.matrix_transpose(_rows_of_group(xp, x)) for x in (dlogits, narrow))
     dk, dv = (xp.matmul(x, _rows_of_group(xp, y)) for x, y in zip(by_keys, (q, dout)))
-    return Gradients(_matmul(xp, dlogits, head.k), dk, dv, cancelling, key_terms)
+    return Gradients(_matmul(xp, dlogits, head.k), dk, dv, cancelling, key_terms, dsinks)
 
 
 def row_blocks(workload: Workload, rows: np.ndarray, pairs: int = BLOCK_PAIRS, heads: int = 1) -> list[np.ndarray]:
@@ -281,33 +296,42 @@ def attention(
     q: Float[np.ndarray, "b t h d"],
     k: Float[np.ndarray, "b s g d"],
     v: Float[np.ndarray, "b s g e"],
+    sinks: Float[np.ndarray, " h"] | None = None,
 ) -> tuple[Float[np.ndarray, "b t h e"], Float[np.ndarray, "b h t"]]:
-    """Return the whole output and LSE in NumPy, in the precision of the inputs, without holding T x S."""
+    """Return the whole output and LSE in NumPy, in the precision of the inputs, without holding T x S.
+
+    `sinks` are logits that join every row's softmax and have no value.
+    """
     out = np.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
-    for head, heads, rows in _parts(workload, q, k, v):
+    for head, heads, rows in _parts(workload, q, k, v, sinks):
         part, part_lse, _ = forward_rows(workload, head, rows, np, q.dtype, contain=True)
         out[head.batch, rows[0] : rows[-1] + 1, heads] = part.transpose(1, 0, 2)
         lse[head.batch, heads, rows[0] : rows[-1] + 1] = part_lse
     return out, lse
 
 
-def _parts(workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[Head, slice, np.ndarray]]:
+def _parts(
+    workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None
+) -> Iterator[tuple[Head, slice, np.ndarray]]:
     """Yield every key/value head in blocks of query rows: the head, its query heads, and the rows."""
     for batch, index in np.ndindex(q.shape[0], k.shape[2]):
-        head = head_of(q, k, v, batch, index)
+        head = head_of(q, k, v, batch, index, sinks)
         for rows in row_blocks(workload, np.arange(q.shape[1])):
             yield head, slice(index * workload.group, (index + 1) * workload.group), rows
 
 
 def attention_gradients(
-    workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return dq, dk and dv in NumPy, bshd, in the precision of the inputs."""
+    workload: Workload, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return dq, dk and dv in NumPy, bshd, in the precision of the inputs; with sinks also their gradient [h]."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for head, heads, rows in _parts(workload, q, k, v):
+    dsinks = np.zeros(q.shape[2], q.dtype)
+    for head, heads, rows in _parts(workload, q, k, v, sinks):
         part = backward_rows(workload, head, dout[head.batch, :, heads].transpose(1, 0, 2), rows, np, q.dtype)
         dq[head.batch, rows[0] : rows[-1] + 1, heads] = part.dq.transpose(1, 0, 2)
         dk[head.batch, :, head.kv_head] += part.dk
         dv[head.batch, :, head.kv_head] += part.dv
-    return dq, dk, dv
+        if part.dsinks is not None:
+            dsinks[heads] += part.dsinks
+    return (dq, dk, dv) if sinks is None else (dq, dk, dv, dsinks)

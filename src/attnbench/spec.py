@@ -352,7 +352,10 @@ class Implementation(ABC):
         """
 
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
-        """Return a call that returns (out, lse), lse [b, h, q_len] in float32 and natural log; None without LSE."""
+        """Return a call that returns (out, lse), lse [b, h, q_len] in natural log; None without LSE.
+
+        The LSE is float32; of float64 inputs it should be float64, which attention sinks need.
+        """
         return None
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:

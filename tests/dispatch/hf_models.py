@@ -25,6 +25,16 @@ MODELS = {
     ),
     "gemma3": ("Gemma3", {"sliding_window": WINDOW, "layer_types": BOTH_LAYERS, "query_pre_attn_scalar": 5}),
     "qwen3": ("Qwen3", {}),
+    "gpt-oss": (  # attention sinks
+        "GptOss",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": BOTH_LAYERS,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
 }
 

@@ -29,6 +29,8 @@ MASKS = {
     "dilated": ab.masks.dilated([8, 24], [1, 3]),
     "blocks": ab.masks.blocks(BLOCKS, 8),
     "dense": ab.masks.dense(DRAWN.random((4, 24, 24)) < 0.6),
+    "alibi": ab.masks.alibi(4),
+    "alibi, ragged": ab.masks.causal() & ab.masks.alibi([2.0, 0.5, 0.25, 0.0]) & ab.masks.lengths([24, 17]),
     "dense, added": ab.masks.dense(DRAWN.standard_normal((1, 4, 24, 24)).astype(np.float32)),
 }
 LAYOUTS = ("bshd", "bhsd", "packed")

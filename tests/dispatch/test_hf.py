@@ -134,6 +134,8 @@ def test_packed_sequences_do_not_see_each_other(name):
     theirs = with_attention(lm, "eager", lambda m: m(**inputs).logits)
     ours = with_attention(lm, "attnbench", lambda m: m(**inputs).logits)
     torch.testing.assert_close(ours, theirs, **TIGHT)
+    if name == "gpt-oss":  # its code gives the mask functions no position_ids
+        return
     alone = lm(ids[:, 7:10], use_cache=False).logits
     torch.testing.assert_close(ours[:, 7:10], alone, **TIGHT)
 
@@ -216,8 +218,8 @@ def test_dropout_is_refused_in_training_only():
 @pytest.mark.parametrize(
     ("keyword", "what"),
     [
-        ("s_aux", "sinks: load the model with .*eager"),
-        ("position_bias", "position bias"),
+        ("position_bias", "position bias: load the model with .*eager"),
+        ("head_mask", "head mask"),
         ("novelty", "the keyword novelty"),
         ("cache", "paged"),
     ],

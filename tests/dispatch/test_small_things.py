@@ -210,3 +210,20 @@ def test_tensors_of_several_devices_are_refused(away):
         call(*here)
         with pytest.raises(Exception, match="must be on one device, not on"):  # torch.compile wraps it
             call(*apart)
+
+
+def test_a_large_bias_of_alibi_is_read_by_no_fused_kernel():
+    """Each would read an array of all pairs; what computes the bias itself, or stores all scores anyway, takes it."""
+    from attnbench import registry
+    from attnbench.frameworks import environment_of
+
+    small, large = (
+        ab.Workload(batch=1, q_len=tokens, heads=32, head_dim=64, mask=ab.masks.alibi(32)) for tokens in (2048, 4096)
+    )
+    here = environment_of("torch", "cpu")
+    for name in ("torch.sdpa", "torch.sdpa-flash", "torch.hf-sdpa"):
+        one = registry.get(name)
+        assert one.supports(small, here) is None
+        assert one.supports(large, here) == "reads the bias of alibi as an array, which would take 2.0 GiB"
+    for name in ("torch.eager", "torch.sdpa-math", "torch.flex"):
+        assert registry.get(name).supports(large, here) is None

@@ -52,6 +52,47 @@ aligns = st.sampled_from(ALIGNS)
 sides = st.none() | st.integers(0, 15)
 
 
+def paper_slopes(heads):
+    """As the paper writes them: a geometric sequence that starts at 2 ** (-8 / n) and has that as its ratio."""
+
+    def powers(n):
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(heads).is_integer():
+        return powers(heads)
+    near = 2 ** math.floor(math.log2(heads))
+    return powers(near) + powers(2 * near)[0::2][: heads - near]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 16, 40, 112])
+def test_the_slopes_of_the_paper(heads):
+    mask = masks.alibi(heads)
+    np.testing.assert_allclose(mask.slopes.array, paper_slopes(heads), rtol=1e-6)
+    assert mask == masks.alibi(mask.slopes.array)
+    assert mask.title == "alibi"
+
+
+@given(sizes, aligns, st.data())
+def test_alibi(shape, align, data):
+    slopes = data.draw(st.lists(st.floats(0, 4, width=32), min_size=shape.heads, max_size=shape.heads))
+    mask = masks.alibi(slopes, align)
+    check(mask, shape, lambda b, h, i, j: True)
+    want = np.zeros(shape)
+    for b, h, i, j in product(*(range(n) for n in shape)):
+        want[b, h, i, j] = -slopes[h] * abs(position(i, shape, align) - j)
+    np.testing.assert_allclose(np.broadcast_to(mask.bias(shape), shape), want, rtol=1e-6)
+    both = mask & masks.causal(align) & mask
+    check(both, shape, lambda b, h, i, j: j <= position(i, shape, align))
+    np.testing.assert_allclose(
+        np.broadcast_to(both.bias(shape), shape), np.where(by_hand_causal(shape, align), 2 * want, -np.inf), rtol=1e-6
+    )
+
+
+def by_hand_causal(shape, align):
+    return by_hand(lambda b, h, i, j: j <= position(i, shape, align), shape)
+
+
 @given(sizes, aligns)
 def test_full_and_causal(shape, align):
     check(masks.full(), shape, lambda b, h, i, j: True)
@@ -193,6 +234,7 @@ PARTS = {
     "lengths": masks.lengths([12, 5]),
     "valid": masks.valid(RNG.random((2, 12)) < 0.7),
     "dilated": masks.dilated([4, 12], [1, 3]),
+    "alibi": masks.alibi([0.5, 0.25, 0.0, 3.0]),
     "blocks": masks.blocks(RNG.random((4, 3, 3)) < 0.6, 4),
     "dense": masks.dense(RNG.random((1, 1, 12, 12)) < 0.6),
     "bias": masks.dense(RNG.standard_normal((2, 4, 12, 12))),
@@ -279,6 +321,8 @@ def test_ids_are_pinned():
         "prefix816": masks.prefix(816),
         "dilated2048r1+4096r2": masks.dilated([2048, 4096], [1, 2]),
         "dilated8r2-group": masks.dilated([8], [2], "group"),
+        "alibi-e728c950": masks.alibi(4),
+        "alibi-e728c950-topleft": masks.alibi([2**-2, 2**-4, 2**-6, 2**-8], "top-left"),
         "blockcausal-ccd9e215": masks.block_causal([0, 0, 1, 2]),
         "documents-82402712+bb2e4214": masks.documents([0, 0, 1], [1]),
         "lengths-b92df513": masks.lengths([3, 0]),
@@ -311,6 +355,14 @@ BAD = [
     (lambda: masks.documents(np.zeros((3, 12), int)).check(SHAPE), "3 batch rows"),
     (lambda: masks.documents([2**40] * 12), "32 bits"),
     (lambda: masks.dilated([4], [1, 2]), "as many dilation rates"),
+    (lambda: masks.alibi([0.5, -0.5]), "finite and 0 or more"),
+    (lambda: masks.alibi([0.5, np.inf]), "finite and 0 or more"),
+    (lambda: masks.alibi([[0.5]]), "2 axes"),
+    (lambda: masks.alibi(0), "at least 1"),
+    (lambda: masks.alibi(True), "whole number"),
+    (lambda: masks.alibi(["a"]), "numbers"),
+    (lambda: masks.alibi(SHAPE.heads + 1).check(SHAPE), "slopes, the workload has"),
+    (lambda: masks.alibi(2, "middle"), "align must be"),
     (lambda: masks.dilated([4], [0]), "at least 1"),
     (lambda: masks.dilated([4], [2], "both"), '"mod" (the paper) or "group"'),
     (lambda: masks.dilated([4], [2]).check(SHAPE._replace(kv_len=13)), "self-attention"),

@@ -119,7 +119,7 @@ def test_edge_covers_what_the_issue_lists():
     kinds = {kind for w in found for kind in w.visible_mask.kinds}
     assert kinds == {
         "full", "causal", "window", "prefix", "block_causal", "documents", "lengths", "valid",
-        "dilated", "blocks", "dense",
+        "dilated", "blocks", "dense", "alibi",
     }  # fmt: skip
     assert {8, 16, 32, 64, 72, 80, 96, 128, 256} <= {w.head_dim for w in found}
     assert any(w.q_len == 1 for w in found)
@@ -196,6 +196,14 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS)
 def test_mask_texts(text):
     assert parse_mask(text, SHAPE) == TEXTS[text]
+
+
+def test_alibi_text_and_thinned_heads():
+    shape = MaskShape(2, 4, 8, 16)
+    assert parse_mask("alibi", shape) == masks.alibi(4)
+    assert parse_mask("causal&alibi:top-left", shape) == masks.causal() & masks.alibi(4, "top-left")
+    fewer = suites.shrink_mask(masks.alibi([0.5, 0.25, 0.125, 0.0]), shape, shape._replace(heads=2, q_len=4, kv_len=8))
+    assert fewer == masks.alibi([0.5, 0.25])
 
 
 def test_dilated_text():

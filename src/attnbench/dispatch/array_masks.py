@@ -22,29 +22,39 @@ from attnbench import frameworks, masks, policy, registry
 from attnbench.dispatch import attention as dispatch
 from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
 from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, framework_of, pass_of, to_layout
-from attnbench.dispatch.plan import Plans, by_pass, jax_choices
+from attnbench.dispatch.plan import Plans, by_pass, bytes_kept, jax_choices
+from attnbench.dispatch.sinks import with_sinks
 from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
-from attnbench.frameworks.jax.plain import in_usual_promotion
+from attnbench.frameworks.jax.plain import in_usual_promotion, log_weight
+from attnbench.frameworks.jax.plain import visible as visible_pairs
 from attnbench.frameworks.torch import plain
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
+from attnbench.impls._arguments import both_heads, workload_of
 from attnbench.impls.partial.torch_choice import current
 from attnbench.impls.partial.torch_passes import positive_scale
 from attnbench.masks import AnyMask
-from attnbench.masks.large_bias import LARGE
+from attnbench.masks.combine import literal, mask_of
+from attnbench.masks.large_bias import LARGE, has_large_bias
 from attnbench.spec import Array, Workload
 from attnbench.tracing import constant_when_traced
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAMES = Plans()
 """Names of the implementations of torch calls, by everything that the choice depends on."""
+_ARRAYS = Plans()
+"""Masks of torch calls as arrays on a device, for calls that add a bias of their own."""
 
 
 def attention_with_array(
     q: Array, k: Array, v: Array, *, visible: Array | None = None, bias: Array | None = None,
     scale: float | None = None, softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
+    sinks: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv]."""
+    """Return attention of the pairs in `visible`, with `bias` added to the logits; both broadcast to [b, h, q, kv].
+
+    `sinks` [heads] join the rows as in `ab.attention`.
+    """
     given = [array for array in (visible, bias) if array is not None]
     framework = "torch" if all(hasattr(x, "requires_grad") for x in (q, k, v)) else framework_of(q, k, v)
     if framework != "numpy":  # masks of NumPy calls are read as data, whatever their kind
@@ -62,13 +72,79 @@ def attention_with_array(
     takers = TAKE_ARRAYS.get(framework, ())
     if not given or not takers or impl not in ("auto", *takers):
         mask: Any = reduce(and_, [masks.dense(array) for array in given]) if given else None
-        return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout)
-    words = Words(None, scale, softcap, impl, layout, None, False)
+        options: Any = {"scale": scale, "softcap": softcap, "impl": impl, "layout": layout, "sinks": sinks}
+        return dispatch.attention(q, k, v, mask=mask, **options)
+    words = Words(None, scale, softcap, impl, layout, None, sinks is not None, sinks is not None)
     if framework == "jax":
+        if sinks is not None:
+            raise Unsupported("attention sinks together with a mask that is a JAX array are not supported.")
         return _jax(q, k, v, visible, bias, words)
     q, k, v = under_autocast(q, k, v)
     with without_autocast(q.device.type):
-        return _torch(q, k, v, visible, bias, words)
+        return _torch(q, k, v, visible, bias, words, sinks)
+
+
+def attention_with_bias(q: Array, k: Array, v: Array, bias: Array, words: Words, sinks: Array | None) -> Array:
+    """Return attention of the pairs that a mask shows, with `bias` added to their logits, which gets its gradient."""
+    mask, layout = words.mask, words.layout
+    if words.return_lse:
+        raise Unsupported("return_lse together with bias= is not supported: a constant bias may be a masks.dense.")
+    options: Any = {"scale": words.scale, "softcap": words.softcap, "impl": words.impl, "sinks": sinks}
+    is_torch = hasattr(q, "requires_grad")
+    framework = "torch" if is_torch else framework_of(q, k, v)
+    if framework == "numpy":  # which has no gradients
+        both: Any = masks.dense(bias) if mask is None else mask & masks.dense(bias)
+        return dispatch.attention(q, k, v, mask=both, layout=layout, heads=words.heads, **options)
+    _check_kinds([bias], framework, q)
+    inner, (q_heads, kv_heads) = layout, both_heads(words.heads)
+    if layout == "packed":
+        inner = "bshd"
+        q = to_layout(q, layout, inner, q_heads)
+        k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
+    if is_torch:
+        q, k, v = under_autocast(q, k, v)
+    seen = weight = None
+    if mask is not None and is_torch:
+        seen, weight = _torch_mask(literal(mask), _sizes(q, k, inner), q.dtype, q.device)
+    elif mask is not None:
+        _check_small(mask)
+        work = workload_of(q, k, v, mask=mask, layout=inner)
+        seen, weight = visible_pairs(mask, work.mask_shape), log_weight(mask, work.mask_shape, bias.dtype)
+    bias = bias if weight is None else bias + weight
+    return to_layout(attention_with_array(q, k, v, visible=seen, bias=bias, layout=inner, **options), inner, layout)
+
+
+def _check_small(mask: AnyMask) -> None:
+    """Refuse a mask with a large bias, whose arrays lack what is added to whole rows."""
+    if has_large_bias(mask):
+        raise Unsupported(
+            f"a mask with values beyond {LARGE:g} together with bias= is not supported: add it to the bias."
+        )
+
+
+def _sizes(q: Array, k: Array, layout: str) -> tuple[int, ...]:
+    """Return batch, heads, q_len and kv_len as plain numbers."""
+    from attnbench.dispatch.torch_compile import specialised
+
+    tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
+    return specialised((q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens]))
+
+
+@constant_when_traced
+def _torch_mask(mask: Any, sizes: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]:
+    """Return which pairs a mask shows, and what it adds to their logits or None, as tensors that are kept."""
+    key = (mask, sizes, dtype, device)
+    found: Any = _ARRAYS.get(key)
+    if found is None:
+        (batch, heads, q_len, kv_len), name = sizes, str(dtype).removeprefix("torch.")
+        work = Workload(
+            batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, head_dim=1, dtype=name, mask=mask_of(mask)
+        )
+        _check_small(work.visible_mask)
+        made = plain.mask_tensors(work, device)
+        found = made.visible, made.weight
+        _ARRAYS.put(key, found, bytes_kept(Demand(work, "torch", device.type)))
+    return found
 
 
 def _check_kinds(given: list[Array], framework: str, q: Array) -> None:
@@ -110,14 +186,20 @@ def _four_axes(array: Array, wanted: tuple[int, ...]) -> Array:
     return array.reshape(padded)
 
 
-def _torch(q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, words: Words) -> Array:
+def _torch(
+    q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, words: Words, sinks: Array | None
+) -> Array:
     """Compute attention without reading values, so that torch.compile can trace it.
 
     Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
     """
+    import torch
+
     impl, layout, softcap = words.impl, words.layout, words.softcap
     if impl == "torch.sdpa" and softcap is not None:
         raise Unsupported("torch.sdpa does not support softcap: ask for torch.eager.")
+    if impl == "torch.sdpa" and sinks is not None:
+        raise Unsupported("torch.sdpa returns no LSE, which attention sinks need: ask for torch.eager.")
     # Fused kernels of a GPU round a bias; those of a CPU take float32 too.
     exact = bias is None or bias.dtype == q.dtype or (q.device.type == "cpu" and str(bias.dtype) == "torch.float32")
     if impl == "torch.sdpa" and not exact:
@@ -126,7 +208,14 @@ def _torch(q: Array, k: Array, v: Array, visible: Array | None, bias: Array | No
             f"torch.sdpa takes a bias in the dtype of its inputs (on a CPU also in float32), and {q.dtype} would round "
             f"this bias of {bias.dtype}: cast the bias if that is intended, or ask for torch.eager."
         )
-    impl = "torch.eager" if impl == "auto" and not exact else impl  # the only one that takes such a bias
+    # Which of SDPA's kernels runs on a GPU is torch's choice, and not all of them have a gradient of the bias.
+    learns = bias is not None and bias.requires_grad and torch.is_grad_enabled() and q.device.type != "cpu"
+    if impl == "torch.sdpa" and learns:
+        raise Unsupported(
+            "torch picks SDPA's kernel on a GPU, and not every kernel has the gradient of a bias: detach a bias that "
+            "is constant, or ask for torch.eager."
+        )
+    impl = "torch.eager" if impl == "auto" and (learns or not exact) else impl  # the only one that takes such a bias
     impl = _torch_choice(q, k, v, words._replace(impl=impl))
     tokens, heads = (2, 1) if layout == "bhsd" else (1, 2)
     wanted = (q.shape[0], q.shape[heads], q.shape[tokens], k.shape[tokens])
@@ -137,18 +226,24 @@ def _torch(q: Array, k: Array, v: Array, visible: Array | None, bias: Array | No
         finite = bias != float("-inf")
         seen, bias = finite if visible is None else visible & finite, bias.masked_fill(~finite, 0.0)
     dead = ~seen.any(-1, keepdim=True)
-    eager = impl == "torch.eager" or softcap is not None
-    return with_torch_array(q, k, v, plain.MaskTensors(seen, bias, dead), eager, words)
+    eager = impl == "torch.eager" or softcap is not None or sinks is not None
+    return with_torch_array(q, k, v, plain.MaskTensors(seen, bias, dead), eager, words, sinks)
 
 
-def with_torch_array(q: Array, k: Array, v: Array, mask: plain.MaskTensors, eager: bool, words: Words) -> Array:
+def with_torch_array(
+    q: Array, k: Array, v: Array, mask: plain.MaskTensors, eager: bool, words: Words, sinks: Array | None = None
+) -> Array:
     """Compute attention by torch.eager or torch.sdpa; the mask must say which rows see no key."""
     layout, factor = words.layout, q.shape[-1] ** -0.5 if words.scale is None else words.scale
     if mask.weight is not None:
-        mask = mask._replace(weight=_without_large_rows(mask.weight, mask.visible))
+        top = _large_tops(mask.weight, mask.visible)
+        mask = mask._replace(weight=mask.weight - top, top=top.squeeze(-1))
     if eager:
         q, k, v = (to_layout(x, layout, "bshd") for x in (q, k, v))
-        return to_layout(plain.attend(q, k, v, mask, factor, words.softcap)[0], "bshd", layout)
+        out, logits = plain.attend(q, k, v, mask, factor, words.softcap)
+        if sinks is not None:
+            out = with_sinks((out, plain.log_sum_exp(logits, mask)), sinks, "bshd", False)
+        return to_layout(out, "bshd", layout)
     factor, sign = positive_scale(factor)
     q = q if sign == 1.0 else q * sign
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
@@ -163,10 +258,10 @@ def with_torch_array(q: Array, k: Array, v: Array, mask: plain.MaskTensors, eage
     return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
 
 
-def _without_large_rows(bias: Array, seen: Any) -> Array:
-    """Return a bias minus the largest visible value of each row, if that is large: see attnbench.masks.large_bias."""
+def _large_tops(bias: Array, seen: Any) -> Array:
+    """Return the largest visible bias of each row if it is large, to be subtracted: see attnbench.masks.large_bias."""
     top = bias.detach().where(seen, float("-inf")).amax(-1, keepdim=True)
-    return bias - top.where(top.isfinite() & (top.abs() > LARGE), 0.0)
+    return top.where(top.isfinite() & (top.abs() > LARGE), 0.0)
 
 
 def _torch_choice(q: Array, k: Array, v: Array, words: Words) -> str:
@@ -184,14 +279,14 @@ def _torch_choice(q: Array, k: Array, v: Array, words: Words) -> str:
         if not all(has_static_value(size) for x in (q, k, v) for size in x.shape):
             return words.impl
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        return _chosen_name_now(outlines, words.impl, train, words.softcap is not None, words.layout)
+        return _chosen_name_now(outlines, words.impl, train, words.softcap is not None, words.layout, words.sinks)
     key = (
         words.impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, train,
-        words.softcap is None, words.layout, current(), registry.generation(), policy.generation(),
+        words.softcap is None, words.layout, words.sinks, current(), registry.generation(), policy.generation(),
     )  # fmt: skip
     name = _NAMES.get(key)
     if name is None:
-        name = _chosen_name(q, k, v, words.impl, train, words.softcap is not None, words.layout)
+        name = _chosen_name(q, k, v, words.impl, train, words.softcap is not None, words.layout, words.sinks)
         _NAMES.put(key, name)
     return name
 
@@ -201,8 +296,8 @@ def _chosen_name_now(outlines: tuple[Any, ...], *rest: Any) -> str:
     return _chosen_name(*[*(Outline(*one) for one in outlines), *rest])
 
 
-def _chosen_name(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str) -> str:
-    words = Words(None, None, 1.0 if capped else None, impl, layout, None, False)
+def _chosen_name(q: Any, k: Any, v: Any, impl: str, train: bool, capped: bool, layout: str, sinks: bool) -> str:
+    words = Words(None, None, 1.0 if capped else None, impl, layout, None, sinks, sinks)
     return chosen(impl, _demand(q, k, v, words, train, "torch"))[0].name
 
 
@@ -235,7 +330,7 @@ def _with_backend(
     if bias is not None:
         seen, bias = seen & (bias != -jnp.inf), jnp.where(bias == -jnp.inf, 0, bias)
         top = jnp.max(jax.lax.stop_gradient(jnp.where(seen, bias, -jnp.inf)), axis=-1, keepdims=True)
-        bias = bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE), top, 0)  # as _without_large_rows
+        bias = bias - jnp.where(jnp.isfinite(top) & (jnp.abs(top) > LARGE), top, 0)  # as _large_tops
     sees = jnp.any(jnp.broadcast_to(seen, (*seen.shape[:3], workload.kv_len)), axis=-1, keepdims=True)
     seen = seen | ~sees
     if backend == "einsum":

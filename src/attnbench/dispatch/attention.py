@@ -14,6 +14,7 @@ from attnbench import policy, registry
 from attnbench.dispatch.choice import Candidate, PickDecision, decide, order_of, why_not, why_not_auto
 from attnbench.dispatch.demand import META, Demand, Words, demand_of, device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, planned
+from attnbench.dispatch.sinks import with_sinks
 from attnbench.frameworks.jax.shards import sharding_of
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
@@ -41,6 +42,8 @@ def attention(
     layout: str = "bshd",
     heads: int | tuple[int, int] | None = None,
     return_lse: bool = False,
+    sinks: Array | None = None,
+    bias: Array | None = None,
 ) -> Any:
     """Return attention of q, k and v in their layout; differentiable.
 
@@ -49,7 +52,17 @@ def attention(
     active policies, else the first of the fixed order of `attnbench.dispatch.choice`, with a warning.
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it if the
     implementation supports that (`lse_gradient`); with any other, asking for that gradient is an error.
+    `sinks` [heads] are logits that join every row's softmax and have no value, differentiable as well.
+    `bias` broadcasts to [b, heads, q_len, kv_len] and is added to the logits, an array of the call with a gradient; one
+    that is constant may be a mask, `masks.dense`.
     """
+    joined = sinks is not None
+    if bias is not None:
+        from attnbench.dispatch.array_masks import attention_with_bias
+
+        words = Words(mask, scale, softcap, impl, layout, heads, return_lse, joined)
+        return attention_with_bias(q, k, v, bias, words, sinks)
+    with_lse = return_lse or joined
     recording, rules = False, None
     if hasattr(q, "requires_grad"):
         import torch
@@ -60,12 +73,13 @@ def attention(
                 with without_autocast(q.device.type):
                     return attention(
                         q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout=layout, heads=heads,
-                        return_lse=return_lse,
+                        return_lse=return_lse, sinks=sinks,
                     )  # fmt: skip
             if torch.compiler.is_dynamo_compiling():
                 from attnbench.dispatch import torch_compile
 
-                return torch_compile.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
+                found = torch_compile.attention(q, k, v, mask, scale, softcap, impl, layout, heads, with_lse, joined)
+                return found if sinks is None else with_sinks(found, sinks, layout, return_lse)
         recording, rules = torch.is_grad_enabled(), current()
         place: Any = q.device
     else:
@@ -81,17 +95,17 @@ def attention(
         if dtype is not k.dtype or dtype is not v.dtype:
             dtype = (dtype, k.dtype, v.dtype)
         key = (
-            q.shape, k.shape, v.shape, dtype, place, train, mask, scale, softcap, impl, layout, heads, return_lse,
-            type(q), rules, registry.generation(), policy.generation(),
+            q.shape, k.shape, v.shape, dtype, place, train, mask, scale, softcap, impl, layout, heads, with_lse,
+            joined, type(q), rules, registry.generation(), policy.generation(),
         )  # fmt: skip
         run = PLANS.get(key)
     except (AttributeError, TypeError):  # several frameworks, or not a mask: `planned` refuses them
         key, run, train = None, None, _place_and_pass(q, k, v)[1]
     if run is None:
-        run, size = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+        run, size = planned(q, k, v, Words(mask, scale, softcap, impl, layout, heads, with_lse, joined), train)
         if key is not None and not is_fake(q):  # a later call cannot use arrays made of fake ones
             PLANS.put(key, run, size)
-    return run(q, k, v)
+    return run(q, k, v) if sinks is None else with_sinks(run(q, k, v), sinks, layout, return_lse)
 
 
 def _place_and_pass(q: Array, k: Array, v: Array) -> tuple[Any, bool]:
@@ -136,14 +150,15 @@ class Explanation(Struct, frozen=True):
 def explain(
     q: Array, k: Array, v: Array, *, mask: AnyMask | None = None, scale: float | None = None,
     softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
-    heads: int | tuple[int, int] | None = None, return_lse: bool = False,
+    heads: int | tuple[int, int] | None = None, return_lse: bool = False, sinks: Array | None = None,
 ) -> Explanation:  # fmt: skip
     """Explain what `attention` would use for the same arguments: the pick, candidates, refusals and evidence."""
     framework = framework_of(q, k, v)
     train = pass_of(framework, q, k, v) == "train"
     if framework == "torch":
         q, k, v = under_autocast(q, k, v)
-    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+    joined = sinks is not None
+    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse or joined, joined), train)
 
 
 def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explanation:

@@ -301,11 +301,15 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
             workload.dtype != "float32" and refusal(implementation, wide, demand.framework, demand.device) is None
         )
         has_wide_lse = runs_wide and implementation.build_lse(wide, config) is not None
-        return f"returns no LSE in {workload.dtype}, only in float32" if has_wide_lse else "returns no LSE"
+        lacks = f"returns no LSE in {workload.dtype}, only in float32" if has_wide_lse else "returns no LSE"
+        return f"{lacks}, which attention sinks need" if demand.with_sinks else lacks
     # In a compiled graph that does not trace the implementation, its backward pass must be callable by itself.
     opaque = demand.form == "operator" or (demand.form == "traced" and not implementation.traceable)
     if reason is None and opaque and workload.needs_gradients and implementation.partial(workload, config) is None:
         return "has no backward pass that a graph of torch.compile can call"
+    trains_sinks = demand.with_sinks and workload.needs_gradients and not opaque and not implementation.lse_gradient
+    if reason is None and trains_sinks and implementation.partial(workload, config) is None:
+        return "has no gradient through its LSE, which attention sinks need"
     return reason
 
 
@@ -330,7 +334,7 @@ def _failure_key(name: str, config: Config, demand: Demand) -> Hashable:
     sizes = (work.batch * work.heads, work.q_len, work.kv_len)
     return (
         name, repr(sorted(config.items())), registry.generation(), demand.framework, demand.device, demand.with_lse,
-        demand.form == "cache", demand.page_size, demand.rules,
+        demand.form == "cache", demand.page_size, demand.with_sinks, demand.rules,
         work.pass_, work.dtype, work.visible_mask.kinds, work.head_dim, work.value_dim,
         work.softcap is None, work.group > 1, work.q_len < work.kv_len, work.q_len > work.kv_len,
         *(size.bit_length() for size in sizes),

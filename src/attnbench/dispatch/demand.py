@@ -39,6 +39,8 @@ class Words(NamedTuple):
     layout: str
     heads: int | tuple[int, int] | None
     return_lse: bool
+    sinks: bool = False
+    """Whether attention sinks join the rows, for which the LSE is returned too."""
 
 
 class Demand(NamedTuple):
@@ -57,6 +59,8 @@ class Demand(NamedTuple):
     """How JAX arrays are sharded over devices; the workload is that of one device if each computes its own shards."""
     page_size: int | None = None
     """Tokens of a page of the KV cache; None if the keys of a sequence lie in one piece."""
+    with_sinks: bool = False
+    """Whether attention sinks will join the rows: their gradients flow through the LSE, which is as wide as q."""
 
     @property
     def environment(self) -> Environment:
@@ -69,12 +73,12 @@ def demand_of(
 ) -> Demand:
     """Return what a call with these arrays asks."""
     framework = framework or framework_of(q, k, v)
-    mask, scale, softcap, _, layout, heads, return_lse = words
+    mask, scale, softcap, _, layout, heads, return_lse, sinks = words
     how: Any = {"mask": mask, "scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
     how["pass_"] = "train" if train else "forward"
     workload = workload_of(q, k, v, **how)
     rules = current() if framework == "torch" else NO_RULES
-    demand = Demand(workload, framework, device_of(q, framework), return_lse, form, rules)
+    demand = Demand(workload, framework, device_of(q, framework), return_lse, form, rules, with_sinks=sinks)
     shards = shards_of(q, k, v, layout, mask) if framework == "jax" else None
     if shards is None:
         return demand

@@ -31,7 +31,6 @@ from attnbench.masks import Full
 from attnbench.tracing import constant_when_traced
 
 REFUSED = {
-    "s_aux": "attention sinks",
     "position_bias": "a position bias",
     "head_mask": "a head mask",
     "cache": "a paged cache",
@@ -225,13 +224,18 @@ def check(model: torch.nn.Module) -> ModelCheck:
 def attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, *, impl: str = "auto", dropout: float = 0.0, scaling: float | None = None,
-    softcap: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, **others: Any,
+    softcap: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim]."""
+    """Compute attention for a layer: query, key, value [b, heads, tokens, dim], output [b, tokens, heads, dim].
+
+    `s_aux` [heads] are attention sinks.
+    """
     _check_array(attention_mask)
     _check(dropout, attention_mask, others)
     usual = scaling is None or scaling == query.shape[-1] ** -0.5
     options: Any = {"scale": None if usual else scaling, "softcap": softcap, "impl": impl, "layout": "bhsd"}
+    options["sinks"] = s_aux
     if attention_mask is None or isinstance(attention_mask, DescribedMask):
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -243,7 +247,7 @@ def attention_forward(
         alone = query.shape[2] == 1 and (type(described.mask) is Full or described.real is not None)
         wants_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if alone and not wants_gradient and not torch.compiler.is_compiling():
-            more: Any = {"mask": described.mask, "real": described.real}
+            more: Any = {"mask": described.mask, "real": described.real, "sinks": s_aux}
             out = hf_decode.attend(query, key, value, scale=options["scale"], softcap=softcap, impl=impl, **more)
         else:
             out = dispatch.attention(query, key, value, mask=described.mask, **options)

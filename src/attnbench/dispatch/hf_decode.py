@@ -16,6 +16,7 @@ from attnbench.dispatch.array_masks import with_torch_array
 from attnbench.dispatch.choice import TAKE_ARRAYS, chosen, decide, takes_any_length
 from attnbench.dispatch.demand import Words, demand_of
 from attnbench.dispatch.plan import Plans, running
+from attnbench.dispatch.sinks import with_sinks
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.frameworks.torch.plain import MaskTensors
 from attnbench.impls.partial.torch_choice import current
@@ -32,27 +33,31 @@ PLAN_EACH_LENGTH = object()
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, softcap: float | None, impl: str,
-    mask: AnyMask = _FULL, real: torch.Tensor | None = None,
+    mask: AnyMask = _FULL, real: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return attention of one query, layout bhsd, without gradients, as `ab.attention` computes it with the mask.
 
-    The query sees every key, or in a padded batch those of `real` [b, 1, 1, keys], which equals `mask`.
+    The query sees every key, or in a padded batch those of `real` [b, 1, 1, keys], which equals `mask`; and `sinks`.
     """
+    joined = sinks is not None
     q, k, v = under_autocast(q, k, v)
     batch, kv_heads, keys, dim = k.shape
     key = (
         current(), q.shape, batch, kv_heads, keys.bit_length(), dim, v.shape[3], q.dtype, k.dtype, v.dtype, q.device,
-        k.device, v.device, scale, softcap, impl, mask.kinds, registry.generation(), policy.generation(),
+        k.device, v.device, scale, softcap, impl, mask.kinds, joined, registry.generation(), policy.generation(),
     )  # fmt: skip
     run = _CLASSES.get(key)
     if run is None:
-        words = Words(mask, scale, softcap, impl, "bhsd", None, False)
+        words = Words(mask, scale, softcap, impl, "bhsd", None, joined, joined)
         run = _planned(q, k, v, words) if real is None else _planned_padded(q, k, v, words)
         _CLASSES.put(key, run)
     if run is PLAN_EACH_LENGTH or v.shape[:3] != k.shape[:3]:
-        return dispatch.attention(q, k, v, mask=mask, scale=scale, softcap=softcap, impl=impl, layout="bhsd")
+        options: Any = {"scale": scale, "softcap": softcap, "impl": impl, "layout": "bhsd", "sinks": sinks}
+        return dispatch.attention(q, k, v, mask=mask, **options)
     with without_autocast(q.device.type):
-        return run(q, k, v) if real is None else run(q, k, v, real)
+        if real is not None:
+            return run(q, k, v, real, sinks)
+        return run(q, k, v) if sinks is None else with_sinks(run(q, k, v), sinks, "bhsd", False)
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
@@ -72,4 +77,4 @@ def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Wo
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))
     eager = pick.name == "torch.eager"
-    return lambda q, k, v, real: with_torch_array(q, k, v, MaskTensors(real, None, None), eager, words)
+    return lambda q, k, v, real, sinks: with_torch_array(q, k, v, MaskTensors(real, None, None), eager, words, sinks)

@@ -26,7 +26,7 @@ from attnbench.frameworks.jax.shards import on_each_device
 from attnbench.masks import AnyMask
 from attnbench.masks.base import FrozenArray
 from attnbench.registry import OURS, origin
-from attnbench.spec import Array, Call, Config, Implementation
+from attnbench.spec import Array, Call, Config, Implementation, Workload
 from attnbench.tracing import is_fake
 
 MOST = 4096
@@ -156,16 +156,22 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
         import jax
 
         outside_traces = jax.ensure_compile_time_eval()  # a call built inside jit is kept, so its arrays must be real
+    native = pick.layout
     with outside_traces:
-        call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
+        if demand.with_sinks and workload.needs_gradients and not pick.lse_gradient:
+            call, native = _of_partial(pick, workload, config), "bshd"
+        else:
+            call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
     assert call is not None
     prepare = getattr(call, "prepare", None)
     call = in_usual_promotion(call) if demand.framework == "jax" else on_dense(call, demand.framework, pick.name)
-    if demand.with_lse and workload.needs_gradients and not pick.lse_gradient:
+    if demand.with_lse and workload.dtype == "float64":
+        call = _lse_of_float64(call, pick.name, demand)
+    if demand.with_lse and workload.needs_gradients and not pick.lse_gradient and not demand.with_sinks:
         call = _without_lse_gradient(call, pick.name, demand.framework)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    run = arranged(call, demand, layout, pick.layout)
+    run = arranged(call, demand, layout, native)
     if demand.shards is not None and demand.shards.separate:
         run = on_each_device(run, demand.shards, layout, demand.with_lse)
     # Dynamo traces into the call of a graph, and what is traceable calls nothing that could be redirected.
@@ -177,6 +183,33 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
             return run(q, k, v)
 
     return undisturbed
+
+
+def _of_partial(pick: Implementation, workload: Workload, config: Config) -> Call:
+    """Return a call in bshd whose LSE has the gradient that the backward pass of the partial form gives."""
+    pair = pick.partial(workload, config)
+    assert pair is not None
+    if pick.framework == "torch":
+        from attnbench.impls.partial import torch_autograd
+
+        return torch_autograd.differentiable(pair)
+    from attnbench.impls.partial import jax_passes
+
+    return jax_passes.differentiable(pair, with_lse=True)
+
+
+def _lse_of_float64(call: Call, name: str, demand: Demand) -> Call:
+    """Return a call whose LSE is float32 although its inputs are float64; float64 if attention sinks join the rows."""
+
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = call(q, k, v)
+        if not demand.with_sinks:
+            return out, lse.float() if demand.framework == "torch" else lse.astype("float32")
+        if lse.dtype != out.dtype:
+            raise Unsupported(f"{name} returns an LSE of {lse.dtype} for float64 inputs, too coarse for sinks.")
+        return out, lse
+
+    return run
 
 
 def on_dense(call: Call, framework: str, name: str) -> Call:

@@ -61,11 +61,11 @@ CALLS = TracedCalls()
 
 def attention(
     q: Array, k: Array, v: Array, mask: Any, scale: float | None, softcap: float | None, impl: str, layout: str,
-    heads: int | tuple[int, int] | None, return_lse: bool,
+    heads: int | tuple[int, int] | None, return_lse: bool, sinks: bool,
 ) -> Any:  # fmt: skip
     """Compute `attnbench.attention` by a call that Dynamo can trace."""
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse))
+    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse, sinks))
     static = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
     if static or (train and must_be_traced(impl)):
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
@@ -196,7 +196,7 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
         k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
         out, lse, _ = torch.ops.attnbench.forward(q, k, v, key)
         out = to_layout(out, inner, layout)
-        return (out, lse.float()) if return_lse else out
+        return (out, lse if words.sinks else lse.float()) if return_lse else out
 
     return run
 

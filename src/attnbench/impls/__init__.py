@@ -33,8 +33,10 @@ class AlwaysLse(WithLse):
         if not with_lse:
             return lambda q, k, v: both(q, k, v)[0]
 
-        def in_float32(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        def in_usual_width(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             out, lse = both(q, k, v)
+            if workload.dtype == "float64":
+                return out, lse
             return out, lse.float() if self.framework == "torch" else lse.astype("float32")
 
-        return in_float32
+        return in_usual_width

@@ -15,6 +15,10 @@ CUDNN_WIDEST, CUDNN_ELSEWHERE = {(9, 0): 256}, 128
 """Largest head_dim that torch 2.11 to 2.13 passes to cuDNN: by compute capability, and on all others."""
 
 
+MOST_ALIBI_BYTES = 1 << 30
+"""Most bytes of a bias in float32 that is made of ALiBi's slopes for a kernel that reads an array."""
+
+
 def first_reason(*reasons: str | None) -> str | None:
     """Return the first reason that is not None; None if there is none."""
     return next((reason for reason in reasons if reason is not None), None)
@@ -34,6 +38,14 @@ def needs_mask(workload: Workload, *kinds: str) -> str | None:
     """Refuse masks with a part of another kind."""
     other = [kind for kind in workload.visible_mask.kinds if kind not in kinds]
     return f"has no {other[0]} mask (only {', '.join(kinds)})" if other else None
+
+
+def needs_small_alibi(workload: Workload) -> str | None:
+    """Refuse ALiBi if its bias of all pairs, which a kernel would read as an array, is large."""
+    size = 4 * workload.heads * workload.q_len * workload.kv_len
+    if "alibi" not in workload.visible_mask.kinds or size <= MOST_ALIBI_BYTES:
+        return None
+    return f"reads the bias of alibi as an array, which would take {size / 2**30:.1f} GiB"
 
 
 def needs_forward(workload: Workload) -> str | None:

@@ -30,7 +30,8 @@ class _NumpyCall:
         if not self._with_lse:
             return out
         # A large bias may be beyond float32; -inf says that a row sees no key, and nothing else.
-        return out, np.where(lse == -np.inf, np.float32(-np.inf), finite(lse, np.float32))
+        wide = np.float64 if q.dtype == np.float64 else np.float32
+        return out, np.where(lse == -np.inf, wide(-np.inf), finite(lse, wide))
 
     def vjp(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the gradients in the dtype of the inputs."""

@@ -26,7 +26,7 @@ from attnbench.masks.base import (
     whole_number,
 )
 from attnbench.masks.combine import Both, Part
-from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
+from attnbench.masks.positional import Alibi, Causal, Dilated, Full, Prefix, Window, alibi_slopes
 from attnbench.tracing import constant_when_traced
 
 AnyMask = Part | Both
@@ -34,8 +34,9 @@ AnyMask = Part | Both
 __all__ = [
     "AnyMask", "Align", "LARGEST_SIZE", "Mask", "MaskShape", "Namespace", "Predicate",
     "Full", "Causal", "Window", "Prefix", "BlockCausal", "Documents", "Lengths", "Valid", "Dilated", "Blocks", "Dense",
-    "Both",
+    "Alibi", "Both",
     "full", "causal", "window", "prefix", "block_causal", "documents", "lengths", "valid", "dilated", "blocks", "dense",
+    "alibi",
 ]  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def blocks(block_mask: Any, block_size: int) -> Blocks:
 @constant_when_traced
 def dense(array: Any) -> Dense:
     """Return the mask of a constant array, boolean or added, that broadcasts to [batch, heads, q_len, kv_len]."""
-    check_constant(array, "a mask")
+    check_constant(array, "a mask", "; ab.attention takes one that is learned as bias=")
     values = to_numpy(array, "dense")
     if values.ndim > 4 or values.size == 0:
         raise InvalidWorkload(f"a dense mask has at most 4 axes and is not empty, not {values.shape}.")
@@ -137,6 +138,24 @@ def dense(array: Any) -> Dense:
     if values.dtype.kind == "f" and (np.isnan(values).any() or (values == np.inf).any()):
         raise InvalidWorkload("an additive mask may hold finite numbers and -inf, not NaN or +inf.")
     return Dense(freeze(values if values.dtype == bool or values.dtype == np.float64 else values.astype(np.float32)))
+
+
+@constant_when_traced
+def alibi(slopes: Any, align: Align = "bottom-right") -> Alibi:
+    """Return the mask under which every query sees every key, with -slopes[h] * |i - j| added to the logits of head h.
+
+    `slopes` is an array [heads], kept in float32, or the number of heads for the slopes of the paper. If q_len and
+    kv_len differ, the last query is at the last key; with align="top-left" the first query is at the first key.
+    """
+    check_constant(slopes, "alibi's slopes")
+    array = to_numpy(slopes, "slopes")
+    if array.ndim == 0:
+        return Alibi(freeze(alibi_slopes(whole_number(slopes, "the number of heads", least=1))), align)
+    if array.dtype.kind not in "fiu" or array.ndim != 1 or array.size == 0:
+        raise InvalidWorkload(f"slopes are numbers [heads], not {array.dtype} with {array.ndim} axes.")
+    if not (np.isfinite(array) & (array >= 0)).all():
+        raise InvalidWorkload("slopes must be finite and 0 or more; any other bias is a masks.dense.")
+    return Alibi(freeze(array.astype(np.float32)), align)
 
 
 def _token_ids(ids: Any, q_ids: Any, name: str) -> tuple[Any, Any]:

@@ -74,11 +74,12 @@ def to_numpy(values: Any, what: str) -> np.ndarray:
     return array
 
 
-def check_constant(values: Any, what: str) -> None:
+def check_constant(values: Any, what: str, instead: str = "") -> None:
     """Refuse a torch tensor that requires gradients while gradients are recorded: they would be lost silently."""
     if getattr(values, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise InvalidWorkload(
-            f"{what} is a constant without gradients, but this tensor requires gradients: pass it with .detach()."
+            f"{what} is a constant without gradients, but this tensor requires gradients: pass it with .detach()"
+            f"{instead}."
         )
 
 

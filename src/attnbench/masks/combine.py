@@ -10,11 +10,13 @@ import numpy as np
 from attnbench.errors import InvalidWorkload
 from attnbench.masks.arrays import BlockCausal, Blocks, Dense, Documents, Lengths, Valid
 from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predicate
-from attnbench.masks.positional import Causal, Dilated, Full, Prefix, Window
+from attnbench.masks.positional import Alibi, Causal, Dilated, Full, Prefix, Window
 from attnbench.tracing import constant_when_traced
 
 MOST_PARTS = 64
-Part = Full | Causal | Window | Prefix | BlockCausal | Documents | Lengths | Valid | Dilated | Blocks | Dense
+Positional = Full | Causal | Window | Prefix | Dilated | Alibi
+"""A mask that depends on positions alone."""
+Part = Positional | BlockCausal | Documents | Lengths | Valid | Blocks | Dense
 """A mask that is not a combination: what a run file may hold."""
 
 

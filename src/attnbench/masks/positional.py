@@ -1,4 +1,4 @@
-"""Masks that depend on positions alone: full, causal, window, prefix, and LongNet's dilated pattern."""
+"""Masks that depend on positions alone: full, causal, window, prefix, LongNet's dilated pattern, and ALiBi's bias."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from attnbench.errors import InvalidWorkload
 from attnbench.masks.base import (
     LARGEST_SIZE,
     Align,
+    FrozenArray,
     Mask,
     MaskShape,
     Namespace,
@@ -257,3 +258,60 @@ class Dilated(Mask, frozen=True, tag="dilated"):
             first %= step
         counts = (high - 1 - first) // step - (low - 1 - first) // step
         return int(np.maximum(counts, 0)[high > low].sum())
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Return the slopes of the ALiBi paper in float32: 2 ** (-8 n / heads) for n = 1 ... heads if that is a power of 2.
+
+    Else those of the next lower power of 2, and of twice as many every other one.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * n / power) for n in range(1, power + 1)]
+    slopes += [2.0 ** (-4 * n / power) for n in range(1, 2 * (heads - power), 2)]
+    return np.asarray(slopes, np.float32)
+
+
+class Alibi(Mask, frozen=True, tag="alibi"):
+    """All pairs, with the log-weight -slopes[h] * |i - j| after alignment."""
+
+    slopes: FrozenArray
+    align: Align = "bottom-right"
+
+    def __post_init__(self) -> None:
+        check_align(self.align)
+
+    @property
+    def id(self) -> str:
+        return f"alibi-{self.slopes.digest}" + _suffix(self.align)
+
+    @property
+    def title(self) -> str:
+        """The name alone for the slopes of the paper, else the id."""
+        return "alibi" + _suffix(self.align) if self.is_usual else self.id
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the slopes are those of the paper for their number of heads."""
+        return np.array_equal(self.slopes.array, alibi_slopes(self.slopes.shape[0]))
+
+    @property
+    def weighted(self) -> bool:
+        return True
+
+    @property
+    def per_head(self) -> bool:
+        return True
+
+    def check(self, shape: MaskShape) -> None:
+        if self.slopes.shape != (shape.heads,):
+            raise InvalidWorkload(f"alibi has {self.slopes.shape[0]} slopes, the workload has {shape.heads} heads.")
+
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        return lambda b, h, q, kv: (q >= 0) & (kv >= 0)
+
+    def log_weight(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        slopes, offset = namespace.asarray(-self.slopes.array), query_offset(self.align, shape)
+        return lambda b, h, q, kv: slopes[h] * abs(q + offset - kv)
+
+    def interval(self, shape: MaskShape) -> Interval:
+        return np.zeros((1, shape.q_len), np.int64), np.full((1, shape.q_len), shape.kv_len)

@@ -28,10 +28,12 @@ FORMS = (
     "valid:FIRST-LAST,...",
     "dilated:WrR+WrR[:group]",
     "blocks:PATTERN:PERCENT[:SIZE][:causal]",
+    "alibi[:top-left]",
     "A&B",
 )
 """Forms that `parse_mask` reads, for help texts. Window sides may be `all`; sizes are those of consecutive blocks or
-documents; PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped."""
+documents; PATTERN is local, strided, global_local or random, PERCENT the share of blocks dropped; alibi has the slopes
+of the paper for the workload's heads."""
 
 MOST_DIGITS = 50
 """Largest number of digits that is read; longer numbers are too large in any case."""
@@ -103,6 +105,8 @@ def _parse_part(text: str, shape: MaskShape) -> Mask:
             return masks.full()
         case "causal", []:
             return masks.causal(**align)
+        case "alibi", []:
+            return masks.alibi(shape.heads, **align)
         case "window", [_] | [_, _]:
             sides = [None if word == "all" else _whole(word, "window side") for word in words]
             return masks.window(sides[0], sides[1] if len(sides) == 2 else 0, **align)
@@ -204,7 +208,7 @@ def mask_value(mask: Mask) -> str | dict[str, Any]:
     if isinstance(mask, masks.Dilated):
         branches = zip(mask.segment_lengths, mask.dilation_rates)
         return "dilated:" + "+".join(f"{w}r{r}" for w, r in branches) + (":group" if mask.offset == "group" else "")
-    if isinstance(mask, masks.Full | masks.Causal):
+    if isinstance(mask, masks.Full | masks.Causal) or (isinstance(mask, masks.Alibi) and mask.is_usual):
         return mask.kinds[0] + align
     return _array_table(mask)
 
@@ -218,7 +222,7 @@ def _array_table(mask: Mask) -> dict[str, Any]:
     fields = {
         name: value.array if isinstance(value, FrozenArray) else value
         for name, value in given.items()
-        if value is not None
+        if value is not None and name != "align"
     }
     size = max(np.size(value) for value in fields.values())
     if size > LARGEST_ARRAY:
@@ -226,6 +230,8 @@ def _array_table(mask: Mask) -> dict[str, Any]:
             f"the mask {mask.id} has {size} values, more than the {LARGEST_ARRAY} of a suite file: build it in Python."
         )
     table = {"kind": mask.kinds[0], **{name: np.asarray(value).tolist() for name, value in fields.items()}}
+    if getattr(mask, "align", "bottom-right") != "bottom-right":
+        table["align"] = "top-left"
     if isinstance(mask, masks.Dense) and mask.values.dtype == "float32":
         table["dtype"] = "float32"  # numbers in TOML have 64 bits
     return table

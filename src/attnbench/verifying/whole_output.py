@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from attnbench.masks import Dense, Mask
+from attnbench.masks import Alibi, Dense, Mask
 from attnbench.spec import Array, Errors
 from attnbench.verifying import probes
 from attnbench.verifying.draws import Heads
@@ -114,7 +114,9 @@ def _require_keys(subject: Subject, rows: RowNorms, what: str) -> None:
 
 
 def weights_differ(mask: Mask) -> bool:
-    """Return whether additive arrays may make a key weigh more than ALIKE_WEIGHTS times as much as another."""
+    """Return whether a bias may make a key weigh more than ALIKE_WEIGHTS times as much as another."""
+    if any(isinstance(part, Alibi) for part in mask.split()):
+        return True
     dense = [part.values.array for part in mask.split() if isinstance(part, Dense) and part.weighted]
     finite = [values[np.isfinite(values)] for values in dense]
     return sum(float(np.ptp(values)) for values in finite if values.size) > log(ALIKE_WEIGHTS)

@@ -103,6 +103,8 @@ def shrink_mask(mask: Mask, old: MaskShape, new: MaskShape) -> AnyMask:
         case masks.Dense():
             axes = tuple(range(4 - len(mask.values.shape), 4))
             return masks.Dense(_resampled(mask.values, old, new, axes))
+        case masks.Alibi():
+            return masks.Alibi(_resampled(mask.slopes, old, new, (1,)), mask.align)
         case masks.Both():
             return masks.Both(tuple(shrink_mask(part, old, new) for part in mask.parts))  # pyright: ignore
         case _:  # full and causal have no sizes

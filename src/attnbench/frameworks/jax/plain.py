@@ -79,8 +79,9 @@ def log_weight(mask: Mask, shape: MaskShape, dtype: Any) -> Any:
 
 
 def row_tops(workload: Workload) -> np.ndarray | None:
-    """Return what the LSE lacks in rows with a large bias, float32 [b|1, h|1, q] on the host; None if nothing."""
-    shift = shifted(workload.visible_mask, workload.mask_shape, np.float32)
+    """Return what the LSE lacks in rows with a large bias, [b|1, h|1, q] on the host; None if nothing."""
+    wide = np.float64 if workload.dtype == "float64" else np.float32
+    shift = shifted(workload.visible_mask, workload.mask_shape, wide)
     return None if shift is None else shift.top
 
 
@@ -118,10 +119,11 @@ def zero_blind_rows(out: Array, rows: np.ndarray | None) -> Array:
 
 
 def whole_lse(lse: Array, rows: np.ndarray | None, tops: np.ndarray | None) -> Array:
-    """Return the LSE [b, h, q] in float32 with what a large bias adds to a row, -inf in rows that see no key."""
+    """Return the LSE [b, h, q] with what a large bias adds to a row, -inf in rows that see no key; float32 or 64."""
     import jax.numpy as jnp
 
-    lse = lse.astype(jnp.float32) if tops is None else lse.astype(jnp.float32) + jnp.asarray(tops)
+    lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))
+    lse = lse if tops is None else lse + jnp.asarray(tops)
     return lse if rows is None else jnp.where(jnp.asarray(rows).transpose(0, 2, 1), lse, -jnp.inf)
 
 

@@ -152,14 +152,11 @@ def attend(
     return out.reshape(batch, heads, q_len, -1).transpose(1, 2), logits
 
 
-def log_sum_exp(logits: torch.Tensor, mask: MaskTensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the LSE [b, h, q], float32 unless a dtype is given, -inf for rows that see no key."""
-    import torch
-
+def log_sum_exp(logits: torch.Tensor, mask: MaskTensors) -> torch.Tensor:
+    """Return the LSE [b, h, q] in the dtype of the logits, -inf for rows that see no key."""
     lse = logits.logsumexp(-1)
     lse = lse if mask.top is None else lse + mask.top
-    lse = lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))
-    return lse.to(dtype or torch.float32)
+    return lse if mask.dead is None else lse.masked_fill(mask.dead.squeeze(-1), float("-inf"))
 
 
 def plain_call(workload: Workload, with_lse: bool = False) -> Call:

@@ -123,7 +123,7 @@ def plain_partial(workload: Workload) -> Partial:
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         mask = masks(q.device)
         out, logits = attend(_wide(q), _wide(k), _wide(v), mask, scale, softcap)
-        return out.to(q.dtype), log_sum_exp(logits, mask, logits.dtype)
+        return out.to(q.dtype), log_sum_exp(logits, mask)
 
     @torch.no_grad()
     def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:

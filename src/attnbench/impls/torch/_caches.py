@@ -59,7 +59,7 @@ def plain_decode(workload: Workload) -> CacheCall:
             part_v = part_v.masked_fill(~live[..., None, None], 0.0)
             mask = MaskTensors(seen[:, None], None, ~seen.any(-1)[:, None, :, None])
             part, logits = attend(q, part_k, part_v, mask, scale, softcap)
-            merge_(out, lse, part, log_sum_exp(logits, mask, lse.dtype))
+            merge_(out, lse, part, log_sum_exp(logits, mask).to(lse.dtype))
         return out.to(q.dtype), lse.float()
 
     return call

@@ -32,6 +32,7 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
     pair = _pair(backend, workload)
     if pair is None:
         return None
+    import torch
 
     from attnbench.impls.partial.torch_autograd import differentiable
 
@@ -42,7 +43,8 @@ def with_lse(backend: str, workload: Workload) -> Call | None:
 
     def call(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         out, lse = forward(q, k, v)
-        return out, (lse + tops(q.device) if large else lse).float()
+        lse = lse + tops(q.device) if large else lse
+        return out, lse.to(torch.promote_types(q.dtype, torch.float32))
 
     return call
 

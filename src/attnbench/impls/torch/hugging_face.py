@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
-from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package
+from attnbench.impls.conditions import first_reason, needs_dtype, needs_no_softcap, needs_package, needs_small_alibi
 from attnbench.impls.partial.torch_passes import call_at_positive_scale
 from attnbench.impls.torch._masks import SdpaMask, additive, may_have_dead_rows, sdpa_mask
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
@@ -63,9 +63,10 @@ class HfSdpa(_Transformers):
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         if environment.device == "cpu":
-            return needs_no_softcap(workload)
+            return needs_no_softcap(workload) or needs_small_alibi(workload)
         return first_reason(
             needs_no_softcap(workload),
+            needs_small_alibi(workload),
             needs_dtype(workload, "float32", "float64") if workload.visible_mask.weighted else None,
             "is not known to give 0 for rows that see no key" if may_have_dead_rows(workload) else None,
         )

@@ -108,8 +108,12 @@ class Sdpa(Implementation):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         on_cpu = environment.device == "cpu"
         reason = first_reason(self.available(environment), conditions.needs_no_softcap(workload))
-        if reason is not None or self.backend == "math" or (on_cpu and self.backend == "auto"):
+        if reason is not None or self.backend == "math":
             return reason
+        if (large := conditions.needs_small_alibi(workload)) is not None:
+            return large
+        if on_cpu and self.backend == "auto":
+            return None
         if on_cpu:
             return conditions.needs_equal_dims(workload)
         if self.backend == "auto":
