@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnbench.dispatch.attention import attention as attention
     from attnbench.dispatch.attention import explain as explain
     from attnbench.dispatch.capture import capture as capture
+    from attnbench.dispatch.device_masks import attention_varlen as attention_varlen
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
     from attnbench.policy import load_policy as load_policy
     from attnbench.policy import set_policy as set_policy
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {  # public name -> where it lives
     "compare": ("attnbench.comparing.compare", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
+    "attention_varlen": ("attnbench.dispatch.device_masks", "attention_varlen"),
     "capture": ("attnbench.dispatch.capture", "capture"),
     "explain": ("attnbench.dispatch.attention", "explain"),
     "MemoryProfiler": ("attnbench.measuring.memory", "MemoryProfiler"),

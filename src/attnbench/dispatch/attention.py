@@ -17,7 +17,8 @@ from attnbench.dispatch.plan import PLANS, planned
 from attnbench.frameworks.jax.shards import sharding_of
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
-from attnbench.masks import AnyMask
+from attnbench.masks import AnyMask, DeviceMask
+from attnbench.masks.device import mask_or_form, outline_of
 from attnbench.policy import Choice
 from attnbench.printable import printable
 from attnbench.spec import Array, Workload
@@ -34,7 +35,7 @@ def attention(
     k: Array,
     v: Array,
     *,
-    mask: AnyMask | None = None,
+    mask: AnyMask | DeviceMask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     impl: str = "auto",
@@ -50,6 +51,10 @@ def attention(
     With `return_lse` also the log-sum-exp [b, heads, q_len], natural log, float32. A gradient flows through it if the
     implementation supports that (`lse_gradient`); with any other, asking for that gradient is an error.
     """
+    if isinstance(mask, DeviceMask):
+        from attnbench.dispatch import device_masks
+
+        return device_masks.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
     recording, rules = False, None
     if hasattr(q, "requires_grad"):
         import torch
@@ -134,7 +139,7 @@ class Explanation(Struct, frozen=True):
 
 
 def explain(
-    q: Array, k: Array, v: Array, *, mask: AnyMask | None = None, scale: float | None = None,
+    q: Array, k: Array, v: Array, *, mask: AnyMask | DeviceMask | None = None, scale: float | None = None,
     softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
     heads: int | tuple[int, int] | None = None, return_lse: bool = False,
 ) -> Explanation:  # fmt: skip
@@ -143,7 +148,8 @@ def explain(
     train = pass_of(framework, q, k, v) == "train"
     if framework == "torch":
         q, k, v = under_autocast(q, k, v)
-    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse), train)
+    known = mask_or_form(outline_of(mask)) if isinstance(mask, DeviceMask) else mask
+    return explained(q, k, v, Words(known, scale, softcap, impl, layout, heads, return_lse), train)
 
 
 def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explanation:
