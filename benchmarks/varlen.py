@@ -43,10 +43,11 @@ def drawn_lengths(sequences: int, longest: int, padding: float, seed: int = 0) -
     lengths = np.clip(lengths, 1, longest)
     lengths[0] = longest
     wanted, rest = round((1 - padding) * longest * sequences), lengths[1:]
-    while (missing := wanted - lengths.sum()) and len(rest):  # spread what is missing over those with room
-        room = np.flatnonzero(rest < longest) if missing > 0 else np.flatnonzero(rest > 1)
-        chosen = generator.choice(room, min(len(room), abs(missing)), replace=False)
-        rest[chosen] += np.sign(missing)
+    while missing := wanted - lengths.sum():  # spread what is missing over those with room
+        room = np.flatnonzero(rest < longest if missing > 0 else rest > 1)
+        if not len(room):
+            break
+        rest[generator.choice(room, min(len(room), abs(missing)), replace=False)] += np.sign(missing)
     return lengths
 
 
