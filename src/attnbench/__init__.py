@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnbench.dispatch.attention import explain as explain
     from attnbench.dispatch.capture import capture as capture
     from attnbench.dispatch.decode import decode as decode
+    from attnbench.dispatch.device_masks import attention_varlen as attention_varlen
     from attnbench.dispatch.kv_cache import ContiguousCache as ContiguousCache
     from attnbench.dispatch.kv_cache import PagedCache as PagedCache
     from attnbench.measuring.memory import MemoryProfiler as MemoryProfiler
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _HOME = {  # public name -> where it lives
     "compare": ("attnbench.comparing.compare", "compare"),
     "attention": ("attnbench.dispatch.attention", "attention"),
+    "attention_varlen": ("attnbench.dispatch.device_masks", "attention_varlen"),
     "capture": ("attnbench.dispatch.capture", "capture"),
     "decode": ("attnbench.dispatch.decode", "decode"),
     "ContiguousCache": ("attnbench.dispatch.kv_cache", "ContiguousCache"),

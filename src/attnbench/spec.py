@@ -19,6 +19,7 @@ from msgspec import Struct, field
 from attnbench.errors import InvalidWorkload
 from attnbench.masks import AnyMask, Full, Mask, MaskShape
 from attnbench.masks.base import whole_number
+from attnbench.masks.device import MaskForm
 
 Pass = Literal["forward", "backward", "train"]
 Layout = Literal["bshd", "bhsd"]
@@ -28,6 +29,8 @@ Call = Callable[[Array, Array, Array], Any]
 """Function of q, k, v in the implementation's layout that returns out, or (out, lse) if the LSE was asked for."""
 CacheCall = Callable[[Array, Array, Array, Array, Array | None], tuple[Array, Array]]
 """Function `(q, k, v, lengths, block_table) -> (out, lse)`; see Implementation.decode."""
+ValuesCall = Callable[..., Any]
+"""Function of q, k, v and the values of a mask that returns what a Call returns; see `build_values`."""
 Partial = tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]
 """Functions `forward(q, k, v) -> (out, lse)` and `backward(q, k, v, out, lse, dout) -> (dq, dk, dv)`; see
 Implementation.partial."""
@@ -356,6 +359,27 @@ class Implementation(ABC):
 
         The LSE is float32; of float64 inputs it should be float64, which attention sinks need.
         """
+        return None
+
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        """Return None, or the reason why a mask whose values are arguments of the call cannot be computed exactly.
+
+        The workload's mask is a stand-in of the form's kinds. If sequences are packed, the workload is a batch of their
+        mean length with the mask inside of each. Must be cheap and import no framework.
+        """
+        return "does not take a mask as an argument of the call"
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall | None:
+        """Return a call (q, k, v, *values) that returns out, or (out, lse), and reads no value; None without LSE.
+
+        Arrays are in the implementation's layout; if sequences are packed, [tokens, heads, dim] with any number of
+        tokens, and the LSE is [heads, tokens]. A row that sees no key has output 0 and LSE -inf. The values are the
+        arrays of the form's parts in order, then their limits.
+        """
+        raise NotImplementedError(f"{self.name} takes no mask as an argument")
+
+    def partial_values(self, workload: Workload, form: MaskForm, config: Config) -> Partial | None:
+        """Return (forward, backward) like `partial`, both with the values as last arguments; None if there are none."""
         return None
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:

@@ -196,7 +196,9 @@ def test_a_traced_array_is_no_mask():
     q, k, v = to_framework("jax", *problem()[1][:3])
     with pytest.raises(InvalidWorkload, match=r"wrap an array in masks\.dense"):
         jax.jit(lambda mask: ab.attention(q, k, v, mask=mask))(q > 0)
-    with pytest.raises(InvalidWorkload, match=r"kv_lengths must be concrete .*outside jit\), not \w+Tracer\."):
+    with pytest.raises(InvalidWorkload, match=r"dense must be concrete .*outside jit\), not \w+Tracer\."):
+        jax.jit(lambda bias: ab.attention(q, k, v, mask=ab.masks.dense(bias)))(q[:, 0, 0, 0])
+    with pytest.raises(InvalidWorkload, match="kv_lengths must be whole numbers with 1 axes, not float32"):
         jax.jit(lambda lengths: ab.attention(q, k, v, mask=ab.masks.lengths(lengths)))(q[:, 0, 0, 0])
 
 

@@ -127,6 +127,15 @@ def test_mask_arrays_are_recognised(name):
         assert torch.equal(seen.expand(2, 1, 6, 6), array.expand(2, 1, 6, 6))
 
 
+def test_masks_on_the_device_are_not_read():
+    q, k, v = tensors(2, 6, 4, 8)
+    with ab.capture() as calls:
+        ab.attention(q, k, v, mask=ab.masks.causal() & ab.masks.lengths(torch.tensor([3, 6]), constant=False))
+    (one,) = calls
+    assert one.workload.visible_mask == ab.masks.causal()
+    assert one.note == "its mask has lengths on the device, which nobody reads: written without them"
+
+
 @pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
 def test_an_additive_mask_that_only_hides_is_recognised(hidden):
     q, k, v = tensors(2, 4, 6, 8)

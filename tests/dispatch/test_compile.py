@@ -115,12 +115,17 @@ def test_masks_of_numbers_may_be_made_inside():
     assert_same(function, torch.compile(function, backend="aot_eager", fullgraph=True), arrays())
 
 
-def test_masks_of_traced_tensors_are_refused_in_words():
-    def function(q, k, v, lengths):
-        return ab.attention(q, k, v, mask=ab.masks.lengths(lengths))
+def test_traced_tensors_that_must_be_read_are_refused_in_words():
+    def read(q, k, v, lengths):
+        return ab.attention(q, k, v, mask=ab.masks.lengths(lengths, constant=True))
 
-    with pytest.raises(Exception, match="build masks from arrays outside"):
-        torch.compile(function, backend="eager", fullgraph=True)(*arrays(), torch.tensor([3, 4]))
+    def dense(q, k, v, lengths):
+        return ab.attention(q, k, v, mask=ab.masks.dense(lengths > 3))
+
+    for function in (read, dense):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="build masks from arrays outside"):
+            torch.compile(function, backend="eager", fullgraph=True)(*arrays(), torch.tensor([3, 4]))
 
 
 def test_a_new_graph_for_another_mask_and_none_for_an_equal_one():
@@ -230,7 +235,7 @@ def test_the_operator_says_what_torch_expects_of_one():
     for layout in ("bshd", "bhsd"):
         words = Words(OUTER, None, None, "auto", layout, None, False)
         key = _remember(GraphRequest(words, True, None))
-        torch.library.opcheck(forward, (*arrays(layout=layout, grad=True), key))
+        torch.library.opcheck(forward, (*arrays(layout=layout, grad=True), [], [], key))
 
 
 def test_a_refusal_keeps_its_words():

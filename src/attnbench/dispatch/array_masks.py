@@ -24,7 +24,6 @@ from attnbench.dispatch.choice import TAKE_ARRAYS, chosen
 from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, framework_of, pass_of, to_layout
 from attnbench.dispatch.plan import Plans, by_pass, bytes_kept, jax_choices
 from attnbench.dispatch.sinks import with_sinks
-from attnbench.dispatch.torch_sdpa import native_sdpa
 from attnbench.errors import InvalidWorkload, Unsupported
 from attnbench.frameworks.jax.plain import in_usual_promotion, log_weight
 from attnbench.frameworks.jax.plain import visible as visible_pairs
@@ -32,7 +31,7 @@ from attnbench.frameworks.torch import plain
 from attnbench.frameworks.torch.internals import under_autocast, without_autocast
 from attnbench.impls._arguments import both_heads, workload_of
 from attnbench.impls.partial.torch_choice import current
-from attnbench.impls.partial.torch_passes import positive_scale
+from attnbench.impls.torch.sdpa import sdpa_with_tensors
 from attnbench.masks import AnyMask
 from attnbench.masks.combine import literal, mask_of
 from attnbench.masks.large_bias import LARGE, has_large_bias
@@ -86,7 +85,8 @@ def attention_with_array(
 
 def attention_with_bias(q: Array, k: Array, v: Array, bias: Array, words: Words, sinks: Array | None) -> Array:
     """Return attention of the pairs that a mask shows, with `bias` added to their logits, which gets its gradient."""
-    mask, layout = words.mask, words.layout
+    mask: Any = words.mask
+    layout = words.layout
     if words.return_lse:
         raise Unsupported("return_lse together with bias= is not supported: a constant bias may be a masks.dense.")
     options: Any = {"scale": words.scale, "softcap": words.softcap, "impl": words.impl, "sinks": sinks}
@@ -172,7 +172,7 @@ def mask_of_keys(visible: np.ndarray, batch: int) -> AnyMask:
     """Return the mask of visible keys [b or 1, kv]: full; lengths if they come first in each row; else valid."""
     if visible.all():
         return masks.full()
-    lengths = visible.sum(axis=1)
+    lengths: np.ndarray = visible.sum(axis=1)
     if len(visible) == batch and (visible == (np.arange(visible.shape[1]) < lengths[:, None])).all():
         return masks.lengths(lengths)
     return masks.valid(visible)
@@ -189,10 +189,7 @@ def _four_axes(array: Array, wanted: tuple[int, ...]) -> Array:
 def _torch(
     q: Array, k: Array, v: Array, visible: Array | None, bias: Array | None, words: Words, sinks: Array | None
 ) -> Array:
-    """Compute attention without reading values, so that torch.compile can trace it.
-
-    Rows that see no key are computed with all keys and then set to 0: a fused kernel may give NaN there.
-    """
+    """Compute attention without reading values, so that torch.compile can trace it."""
     import torch
 
     impl, layout, softcap = words.impl, words.layout, words.softcap
@@ -244,18 +241,8 @@ def with_torch_array(
         if sinks is not None:
             out = with_sinks((out, plain.log_sum_exp(logits, mask)), sinks, "bshd", False)
         return to_layout(out, "bshd", layout)
-    factor, sign = positive_scale(factor)
-    q = q if sign == 1.0 else q * sign
     q, k, v = (to_layout(x, layout, "bhsd") for x in (q, k, v))
-    seen: Any = mask.visible
-    seen = seen if mask.dead is None else seen | mask.dead
-    weights = seen if mask.weight is None else mask.weight.where(seen, float("-inf"))
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        group = 1
-    out = native_sdpa(q, k, v, attn_mask=weights, scale=factor, enable_gqa=group > 1)
-    return to_layout(out if mask.dead is None else out.masked_fill(mask.dead, 0.0), "bhsd", layout)
+    return to_layout(sdpa_with_tensors(q, k, v, mask, factor), "bhsd", layout)
 
 
 def _large_tops(bias: Array, seen: Any) -> Array:
@@ -325,6 +312,7 @@ def _with_backend(
     import jax.numpy as jnp
 
     from attnbench.frameworks.jax.plain import attend_with_arrays
+    from attnbench.impls.jax.nn import nn_with_arrays
 
     seen = jnp.ones((1, 1, 1, 1), bool) if visible is None else visible.astype(bool)
     if bias is not None:
@@ -334,12 +322,7 @@ def _with_backend(
     sees = jnp.any(jnp.broadcast_to(seen, (*seen.shape[:3], workload.kv_len)), axis=-1, keepdims=True)
     seen = seen | ~sees
     if backend == "einsum":
-        out = attend_with_arrays(workload, q, k, v, seen, bias)
+        out = attend_with_arrays(workload, q, k, v, seen, bias)[0]
     else:
-        pairs = (workload.q_len, workload.kv_len)
-        wide = tuple(workload.mask_shape) if backend == "cudnn" else (*seen.shape[:2], *pairs)
-        words: Any = {"mask": jnp.broadcast_to(seen, wide), "implementation": backend}
-        if bias is not None:
-            words["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], *pairs))
-        out = jax.nn.dot_product_attention(q, k, v, scale=workload.softmax_scale, **words)
+        out = nn_with_arrays(backend, workload.softmax_scale, q, k, v, seen, bias)
     return jnp.where(sees.transpose(0, 2, 1, 3), out, jnp.zeros((), out.dtype))

@@ -15,10 +15,12 @@ from attnbench.dispatch.choice import Candidate, PickDecision, decide, order_of,
 from attnbench.dispatch.demand import META, Demand, Words, demand_of, device_of, framework_of, pass_of
 from attnbench.dispatch.plan import PLANS, planned
 from attnbench.dispatch.sinks import with_sinks
+from attnbench.errors import Unsupported
 from attnbench.frameworks.jax.shards import sharding_of
 from attnbench.frameworks.torch.internals import is_autocast, under_autocast, without_autocast
 from attnbench.impls.partial.torch_choice import current
-from attnbench.masks import AnyMask
+from attnbench.masks import AnyMask, DeviceMask
+from attnbench.masks.device import mask_or_form, outline_of
 from attnbench.policy import Choice
 from attnbench.printable import printable
 from attnbench.spec import Array, Workload
@@ -35,7 +37,7 @@ def attention(
     k: Array,
     v: Array,
     *,
-    mask: AnyMask | None = None,
+    mask: AnyMask | DeviceMask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     impl: str = "auto",
@@ -57,6 +59,15 @@ def attention(
     that is constant may be a mask, `masks.dense`.
     """
     joined = sinks is not None
+    if isinstance(mask, DeviceMask):
+        from attnbench.dispatch import device_masks
+
+        if joined or bias is not None:
+            raise Unsupported(
+                "a mask whose values stay on the device does not go together with sinks or bias: read its values, "
+                "with constant=True."
+            )
+        return device_masks.attention(q, k, v, mask, scale, softcap, impl, layout, heads, return_lse)
     if bias is not None:
         from attnbench.dispatch.array_masks import attention_with_bias
 
@@ -148,7 +159,7 @@ class Explanation(Struct, frozen=True):
 
 
 def explain(
-    q: Array, k: Array, v: Array, *, mask: AnyMask | None = None, scale: float | None = None,
+    q: Array, k: Array, v: Array, *, mask: AnyMask | DeviceMask | None = None, scale: float | None = None,
     softcap: float | None = None, impl: str = "auto", layout: str = "bshd",
     heads: int | tuple[int, int] | None = None, return_lse: bool = False, sinks: Array | None = None,
 ) -> Explanation:  # fmt: skip
@@ -158,7 +169,8 @@ def explain(
     if framework == "torch":
         q, k, v = under_autocast(q, k, v)
     joined = sinks is not None
-    return explained(q, k, v, Words(mask, scale, softcap, impl, layout, heads, return_lse or joined, joined), train)
+    known = mask_or_form(outline_of(mask)) if isinstance(mask, DeviceMask) else mask
+    return explained(q, k, v, Words(known, scale, softcap, impl, layout, heads, return_lse or joined, joined), train)
 
 
 def explained(q: Array, k: Array, v: Array, words: Words, train: bool) -> Explanation:

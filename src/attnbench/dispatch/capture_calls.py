@@ -21,7 +21,7 @@ from attnbench.dispatch.demand import Outline
 from attnbench.errors import InvalidWorkload
 from attnbench.frameworks.torch.internals import dtype_under_autocast
 from attnbench.impls._arguments import workload_of
-from attnbench.masks import Align, AnyMask, MaskShape
+from attnbench.masks import Align, AnyMask, DeviceMask, MaskShape
 from attnbench.masks.base import to_numpy
 from attnbench.masks.combine import literal, mask_of
 from attnbench.spec import Array, Workload
@@ -31,6 +31,7 @@ UNKNOWN = object()
 VARIES = object()
 """Placeholder of a mask array that differs between the examples of vmap."""
 UNKNOWN_MASK = "its mask array has values only at run time: written as full"
+NOT_READ = "its mask has {} on the device, which nobody reads: written without them"
 DROPOUT = "it asked for dropout, which workloads do not have: written without dropout"
 VARIED_MASK = "its mask array differs between the examples of vmap: written as full"
 ALL_EXAMPLES = "called under vmap: its {} examples are written as one batch"
@@ -100,6 +101,9 @@ def read_attention(
 ) -> SeenCall:  # fmt: skip
     """Read a call of `ab.attention`, or of `attention_with_array`, whose mask is the arrays `visible` and `bias`."""
     options = {"scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
+    if isinstance(mask, DeviceMask):
+        call = _read(q, k, v, mask=mask.fixed, arrays=(visible, bias), options=options)
+        return call._replace(note=NOT_READ.format(" and ".join(mask.kinds)))
     return _read(q, k, v, mask=mask, arrays=(visible, bias), options=options)
 
 

@@ -27,6 +27,7 @@ from attnbench.dispatch.demand import META, Demand, Form
 from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
 from attnbench.frameworks import environment_of
 from attnbench.impls.partial.torch_choice import ruled_out
+from attnbench.masks.device import MaskForm
 from attnbench.policy import Choice, Policy
 from attnbench.policy.policy import label_of
 from attnbench.printable import printable
@@ -61,6 +62,16 @@ READ_CACHES: dict[str, tuple[str, ...]] = {
 """Fixed order over KV caches: kernels that split the keys of few queries, then what reads every cache. Policies, whose
 figures are of whole arrays, are not asked."""
 READ_CACHES_ON_CPU: dict[str, tuple[str, ...]] = {"torch": ("torch.sdpa-flash", "torch.eager"), "jax": ("jax.einsum",)}
+TAKE_VALUES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.flex", "torch.sdpa", "torch.eager"),
+    "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
+}
+"""Fixed order under a mask whose values are arguments of the call (attnbench.masks.DeviceMask)."""
+TAKE_PACKED: dict[str, tuple[str, ...]] = {
+    "torch": ("torch.fa3", "torch.fa4", "torch.flash-attn", "torch.sdpa-flash", "torch.sdpa", "torch.eager"),
+    "jax": TAKE_VALUES["jax"],
+}
+"""Fixed order for packed sequences: what computes each by itself, then what hides the tokens of the others."""
 OF_DATA = ("lengths", "valid", "documents", "block_causal", "dense")
 """Kinds of masks that carry data, which usually differs from call to call."""
 FEW_QUERIES = 16
@@ -225,8 +236,13 @@ def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...
 
 def order_of(demand: Demand) -> tuple[str, ...]:
     """Return the fixed order for a demand."""
-    order = order_on(demand.framework, demand.device, demand.form)
-    varies = not demand.workload.needs_gradients or _may_serve_one_call(demand.workload)
+    if demand.values is None:
+        order = order_on(demand.framework, demand.device, demand.form)
+    else:
+        order = (TAKE_PACKED if demand.values.packed else TAKE_VALUES).get(demand.framework, ())
+        if demand.device == "cpu":  # as in CPU_ORDER
+            order = tuple(name for name in order if not registry.get(name).compiles_each_plan)
+    varies = not demand.workload.needs_gradients or _may_serve_one_call(demand)
     if demand.form == "traced" or not varies or not _scores_fit(demand.workload):
         return order
     return tuple(sorted(order, key=lambda name: registry.get(name).compiles_each_plan))
@@ -236,12 +252,13 @@ def compiles_for_one_call(name: str, demand: Demand) -> bool:
     """Return whether an implementation would compile for seconds for a plan that may serve one call only."""
     if demand.form == "traced" or not registry.get(name).compiles_each_plan:
         return False
-    return _may_serve_one_call(demand.workload) and _scores_fit(demand.workload)
+    return _may_serve_one_call(demand) and _scores_fit(demand.workload)
 
 
-def _may_serve_one_call(workload: Workload) -> bool:
+def _may_serve_one_call(demand: Demand) -> bool:
     """Return whether the mask carries data, or the queries are so few that their keys may grow with every call."""
-    return any(kind in OF_DATA for kind in workload.visible_mask.kinds) or workload.q_len <= FEW_QUERIES
+    carries = demand.values is None and any(kind in OF_DATA for kind in demand.workload.visible_mask.kinds)
+    return carries or demand.workload.q_len <= FEW_QUERIES
 
 
 def _scores_fit(workload: Workload) -> bool:
@@ -291,10 +308,12 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
                 "cannot be partitioned by XLA, so each device would gather and compute everything: shard batch or "
                 "heads alone, for q, k and v alike, or call it inside jax.shard_map"
             )
-    reason = refusal(implementation, workload, demand.framework, demand.device)
+    reason = refusal(implementation, workload, demand.framework, demand.device, demand.values)
     if demand.form == "cache":
         call = None if reason else implementation.decode(workload, demand.environment, config, demand.page_size)
         return call if isinstance(call, str) else reason
+    if demand.values is not None:
+        return reason or _why_not_values(implementation, config, demand)
     if reason is None and demand.with_lse and implementation.build_lse(workload, config) is None:
         wide = replace(workload, dtype="float32")
         runs_wide = (
@@ -313,13 +332,33 @@ def why_not(name: str, config: Config, demand: Demand) -> str | None:
     return reason
 
 
-def refusal(implementation: Implementation, workload: Workload, framework: str, device: str) -> str | None:
-    """Return why an implementation cannot compute a workload with arrays of a framework and device; None if it can."""
+def _why_not_values(implementation: Implementation, config: Config, demand: Demand) -> str | None:
+    """Return why an implementation that takes a mask's values cannot serve a demand all the same."""
+    workload, form = demand.workload, demand.values
+    assert form is not None
+    if demand.with_lse and implementation.build_values(workload, form, config, True) is None:
+        return "returns no LSE under a mask on the device"
+    traced = demand.form == "traced" and implementation.traceable
+    if demand.form == "call" or traced or not workload.needs_gradients:
+        return None
+    without = implementation.partial_values(workload, form, config) is None
+    return "has no backward pass that a graph of torch.compile can call" if without else None
+
+
+def refusal(
+    implementation: Implementation, workload: Workload, framework: str, device: str, values: MaskForm | None = None
+) -> str | None:
+    """Return why an implementation cannot compute a workload with arrays of a framework and device; None if it can.
+
+    `values` is the form of a mask that is an argument of the call.
+    """
     if implementation.framework != framework:
         return f"takes {implementation.framework} arrays, not {framework} arrays"
     if implementation.step:
         return f"computes the step {implementation.step}, not attention alone"
     environment = environment_of(framework, "cpu" if device == META else device)
+    if values is not None:
+        return implementation.available(environment) or implementation.supports_values(workload, values, environment)
     return implementation.available(environment) or implementation.supports(workload, environment)
 
 

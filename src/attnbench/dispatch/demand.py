@@ -9,9 +9,10 @@ from attnbench.errors import InvalidWorkload
 from attnbench.frameworks import environment_of
 from attnbench.frameworks.jax.plain import kind_of_device
 from attnbench.frameworks.jax.shards import Shards, shards_of
-from attnbench.impls._arguments import workload_of
+from attnbench.impls._arguments import fitting, workload_of
 from attnbench.impls.partial.torch_choice import NO_RULES, Rules, current
-from attnbench.masks import AnyMask
+from attnbench.masks import AnyMask, MaskShape
+from attnbench.masks.device import MaskForm
 from attnbench.spec import Array, Environment, Pass, Workload
 
 META = "meta"
@@ -32,7 +33,7 @@ class Outline(NamedTuple):
 class Words(NamedTuple):
     """All arguments of a call except its arrays."""
 
-    mask: AnyMask | None
+    mask: AnyMask | MaskForm | None
     scale: float | None
     softcap: float | None
     impl: str
@@ -61,6 +62,8 @@ class Demand(NamedTuple):
     """Tokens of a page of the KV cache; None if the keys of a sequence lie in one piece."""
     with_sinks: bool = False
     """Whether attention sinks will join the rows: their gradients flow through the LSE, which is as wide as q."""
+    values: MaskForm | None = None
+    """Form of a mask whose values are arguments of the call; the workload's mask is a stand-in of the same kinds."""
 
     @property
     def environment(self) -> Environment:
@@ -73,19 +76,34 @@ def demand_of(
 ) -> Demand:
     """Return what a call with these arrays asks."""
     framework = framework or framework_of(q, k, v)
+    device = device_of(q, framework)
     mask, scale, softcap, _, layout, heads, return_lse, sinks = words
-    how: Any = {"mask": mask, "scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
+    how: Any = {"scale": scale, "softcap": softcap, "layout": layout, "heads": heads}
     how["pass_"] = "train" if train else "forward"
-    workload = workload_of(q, k, v, **how)
     rules = current() if framework == "torch" else NO_RULES
-    demand = Demand(workload, framework, device_of(q, framework), return_lse, form, rules, with_sinks=sinks)
+    if isinstance(mask, MaskForm):  # what takes its values is partitioned by XLA, so shards do not matter
+        if mask.packed:
+            q, k, v = (_batch_of(x, mask.sequences) for x in (q, k, v))
+        a, b, _, _ = fitting(q, k, v, layout, heads)
+        stand_in = mask.stand_in(MaskShape(a.batch, a.heads, a.tokens, b.tokens))
+        workload = workload_of(q, k, v, mask=stand_in, **how)
+        return Demand(workload, framework, device, return_lse, form, rules, values=mask, with_sinks=sinks)
+    how["mask"] = mask
+    workload = workload_of(q, k, v, **how)
+    demand = Demand(workload, framework, device, return_lse, form, rules, with_sinks=sinks)
     shards = shards_of(q, k, v, layout, mask) if framework == "jax" else None
     if shards is None:
         return demand
     if shards.separate:
         local = (Outline(shape, array.dtype) for shape, array in zip(shards.shapes, (q, k, v)))
-        demand = demand._replace(workload=workload_of(*local, **how))
+        demand = demand._replace(workload=workload_of(*local, mask=mask, **how))
     return demand._replace(shards=shards)
+
+
+def _batch_of(packed: Array, sequences: int) -> Outline:
+    """Return a batch of sequences of the mean length, for an array [tokens, heads, dim] of packed ones."""
+    tokens, *rest = packed.shape
+    return Outline((sequences, -(-tokens // sequences), *rest), packed.dtype, getattr(packed, "device", None))
 
 
 def framework_of(*arrays: Array) -> str:

@@ -333,8 +333,9 @@ def _documents(kind: str, values: dict[str, Any], step: _Step, first: int, last:
     keys = step.kv_start + np.arange(first, last)
     if kind == "chunked":
         padding = to_numpy(values["left_padding"], "left padding").reshape(-1, 1)
-        return masks.documents(*((at - padding) // values["chunk_size"] for at in (keys, queries)))
-    ids = to_numpy(values["packed_sequence_mask"], "packed sequences")
+        size: int = values["chunk_size"]
+        return masks.documents((keys - padding) // size, (queries - padding) // size)
+    ids: np.ndarray = to_numpy(values["packed_sequence_mask"], "packed sequences")
     if max(keys.max(), queries.max()) >= ids.shape[1]:
         return None
     return masks.documents(ids[:, keys], ids[:, queries])

@@ -158,7 +158,9 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
         outside_traces = jax.ensure_compile_time_eval()  # a call built inside jit is kept, so its arrays must be real
     native = pick.layout
     with outside_traces:
-        if demand.with_sinks and workload.needs_gradients and not pick.lse_gradient:
+        if demand.values is not None:
+            call = pick.build_values(workload, demand.values, config, demand.with_lse)
+        elif demand.with_sinks and workload.needs_gradients and not pick.lse_gradient:
             call, native = _of_partial(pick, workload, config), "bshd"
         else:
             call = pick.build_lse(workload, config) if demand.with_lse else pick.build(workload, config)
@@ -171,16 +173,17 @@ def built(pick: Implementation, config: Config, demand: Demand, layout: str, pre
         call = _without_lse_gradient(call, pick.name, demand.framework)
     if prepare_for is not None and prepare is not None:
         prepare(prepare_for)
-    run = arranged(call, demand, layout, native)
+    packed = demand.values is not None and demand.values.packed
+    run = call if packed else arranged(call, demand, layout, native)
     if demand.shards is not None and demand.shards.separate:
         run = on_each_device(run, demand.shards, layout, demand.with_lse)
     # Dynamo traces into the call of a graph, and what is traceable calls nothing that could be redirected.
     if demand.framework != "torch" or demand.form == "traced":
         return run
 
-    def undisturbed(q: Array, k: Array, v: Array) -> Any:
+    def undisturbed(*arrays: Array) -> Any:
         with OWN_RUN:  # so that `redirect_sdpa` around it changes none of its own calls of torch's functions
-            return run(q, k, v)
+            return run(*arrays)
 
     return undisturbed
 
@@ -222,7 +225,7 @@ def on_dense(call: Call, framework: str, name: str) -> Call:
         return call
     if framework == "numpy":
         return lambda *arrays: call(*map(np.ascontiguousarray, arrays))
-    return lambda *arrays: call(*(array.contiguous() for array in arrays))
+    return lambda q, k, v, *values: call(q.contiguous(), k.contiguous(), v.contiguous(), *values)
 
 
 def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
@@ -232,14 +235,16 @@ def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
         return call
 
     if demand.framework == "torch" and layout != "packed" and not with_lse:
-        return lambda q, k, v: call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        return lambda q, k, v, *values: call(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *values
+        ).transpose(1, 2)
 
-    def run(q: Array, k: Array, v: Array) -> Any:
+    def run(q: Array, k: Array, v: Array, *values: Array) -> Any:
         q = to_layout(q, layout, native, heads)
         k, v = to_layout(k, layout, native, kv_heads), to_layout(v, layout, native, kv_heads)
         if not with_lse:
-            return to_layout(call(q, k, v), native, layout)
-        out, lse = call(q, k, v)
+            return to_layout(call(q, k, v, *values), native, layout)
+        out, lse = call(q, k, v, *values)
         return to_layout(out, native, layout), lse
 
     return run
@@ -248,6 +253,8 @@ def arranged(call: Call, demand: Demand, layout: str, native: str) -> Call:
 def bytes_kept(demand: Demand) -> int:
     """Return how many bytes of its mask a plan keeps at most: the mask's data, and the arrays made from that data."""
     workload, mask = demand.workload, demand.workload.visible_mask
+    if demand.values is not None and demand.values.any_size:
+        return 0  # its arrays are made at each call
     if mask.kinds == ("full",) or (mask.kinds == ("causal",) and workload.q_len == workload.kv_len):
         return 0
     rows = (workload.batch if mask.per_batch else 1) * (workload.heads if mask.per_head else 1)
@@ -326,14 +333,15 @@ def _without_lse_gradient(call: Call, name: str, framework: str) -> Call:
     """Return the same call, except that asking for the gradient of its LSE raises Unsupported."""
     mark = {"torch": _torch_mark, "jax": _jax_mark}[framework]()
 
-    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = call(q, k, v)
+    def run(q: Array, k: Array, v: Array, *values: Array) -> tuple[Array, Array]:
+        out, lse = call(q, k, v, *values)
         return out, mark(q, k, lse, name)
 
     return run
 
 
-def _refuse_lse_gradient(name: str) -> NoReturn:
+def refuse_lse_gradient(name: str) -> NoReturn:
+    """Raise in place of the gradient of an LSE that has none."""
     raise Unsupported(
         f"no gradient flows through the LSE of {name}: detach the LSE (detach, stop_gradient) if it is only read, or "
         "ask for an implementation whose LSE has a gradient: torch.eager, torch.pair, jax.einsum or jax.pair."
@@ -359,7 +367,7 @@ def _torch_mark() -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            _refuse_lse_gradient(ctx.name)
+            refuse_lse_gradient(ctx.name)
 
     return WithoutGradient.apply
 
@@ -369,5 +377,5 @@ def _jax_mark() -> Any:
     import jax
 
     mark = jax.custom_vjp(lambda q, k, lse, name: lse, nondiff_argnums=(3,))
-    mark.defvjp(lambda q, k, lse, name: (lse, None), lambda name, saved, grad: _refuse_lse_gradient(name))
+    mark.defvjp(lambda q, k, lse, name: (lse, None), lambda name, saved, grad: refuse_lse_gradient(name))
     return mark

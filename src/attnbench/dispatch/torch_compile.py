@@ -14,7 +14,7 @@ then, or in that thread. Arrays are bshd or bhsd, results contiguous.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -22,22 +22,23 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 
 from attnbench import policy, registry
-from attnbench.dispatch.choice import PickDecision, chosen, known_failure, next_choice
+from attnbench.dispatch.choice import PickDecision, chosen, known_failure, next_choice, takes_any_length
 from attnbench.dispatch.demand import Demand, Outline, Words, demand_of, to_layout
-from attnbench.dispatch.plan import OWN_RUN, Plans, built, bytes_kept
+from attnbench.dispatch.plan import OWN_RUN, Plans, built, bytes_kept, refuse_lse_gradient
 from attnbench.errors import InvalidWorkload, Unsupported, UsageError
 from attnbench.frameworks.torch.internals import without_autocast
 from attnbench.impls._arguments import LAYOUTS, both_heads
 from attnbench.impls.partial.torch_autograd import of_both, refuse, through_lse, turned
 from attnbench.impls.partial.torch_choice import current
-from attnbench.masks.combine import literal, mask_of
+from attnbench.masks import DeviceMask
+from attnbench.masks.device import PACKED, MaskForm, mask_or_form, outline_of
 from attnbench.spec import Array, Call, Config, Implementation, Workload
 from attnbench.tracing import constant_when_traced
 
 ANY = Workload(batch=1, q_len=128, heads=4, head_dim=64, pass_="train")
 """Workload for which every implementation with a partial form has one."""
 CHOSEN_BEFORE = -1
-SCHEMA = 2
+SCHEMA = 3
 """Version of the operators' arguments and results: graphs cached on disk may be from another version of attnbench."""
 
 
@@ -65,11 +66,17 @@ def attention(
 ) -> Any:  # fmt: skip
     """Compute `attnbench.attention` by a call that Dynamo can trace."""
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    words = specialised((literal(mask), scale, softcap, impl, layout, heads, return_lse, sinks))
+    words: Any = specialised((outline_of(mask), scale, softcap, impl, layout, heads, return_lse, sinks))
     static = all(has_static_value(size) for x in (q, k, v) for size in x.shape)
+    if isinstance(mask, DeviceMask):
+        any_size = not static and takes_any_size(*words)
+        sizes = typical_sizes(layout, mask.parts[0].kind == PACKED) if any_size else {}
+        shapes = outline_shapes((q, k, v), sizes)
+        outlines = tuple([(shape, x.dtype, x.device) for shape, x in zip(shapes, (q, k, v))])
+        return getattr(CALLS, choose_now(outlines, train, any_size, *words))(q, k, v, *mask.values)
     if static or (train and must_be_traced(impl)):
         outlines = tuple([(specialised(tuple(x.shape)), x.dtype, x.device) for x in (q, k, v)])
-        name = choose_now(outlines, train, *words)
+        name = choose_now(outlines, train, False, *words)
     else:
         name = choose_when_run(train, *words)
     return getattr(CALLS, name)(q, k, v)
@@ -83,11 +90,57 @@ def specialised(value: Any) -> Any:
 
 
 @constant_when_traced
-def choose_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) -> str:
-    """Return the name in CALLS of what the traced call runs, in its own layout."""
-    words = Words(mask_of(mask), *rest)
+def takes_any_size(mask: Any, scale: Any, softcap: Any, impl: str, *rest: Any) -> bool:
+    """Return whether one call under a mask on the device can serve all numbers of tokens, so that a graph of dynamic
+    sizes can contain it."""
+    form: MaskForm = mask_or_form(mask)
+    if form.packed:
+        return True
+    return form.any_size and (impl == "auto" or takes_any_length(registry.get(registry.asked(impl)[0])))
+
+
+TYPICAL = {"batch": 8, "tokens": 1024, "packed tokens": 8192}
+"""Sizes by which a call of dynamic sizes is judged under a mask on the device."""
+
+
+def typical_sizes(layout: str, packed: bool) -> dict[int, int]:
+    """Return typical sizes of the axes that may be dynamic."""
+    if packed:
+        return {0: TYPICAL["packed tokens"]}
+    return {0: TYPICAL["batch"], 2 if layout == "bhsd" else 1: TYPICAL["tokens"]}
+
+
+def outline_shapes(arrays: tuple[torch.Tensor, ...], sizes: dict[int, int]) -> list[tuple[int, ...]]:
+    """Return shapes in plain numbers: in place of dynamic ones the given sizes by axis; on others Dynamo guards.
+
+    Whether an axis is dynamic is asked last, since one symbol may stand for a size that may be dynamic and for another.
+    """
+    shapes = [[size if axis in sizes else specialised(size) for axis, size in enumerate(x.shape)] for x in arrays]
+    q, k, v = shapes
+    same = q[0] == k[0] == v[0] if len(sizes) > 1 else True
+    for axis in sizes:  # a question that Dynamo answers by making two sizes one
+        same = same and k[axis] == v[axis]
+    if not same:  # the choice says what is wrong
+        sizes = {}
+    return [
+        tuple([
+            sizes[at] if at in sizes and not has_static_value(size) else specialised(size)
+            for at, size in enumerate(shape)
+        ])
+        for shape in shapes
+    ]  # fmt: skip
+
+
+@constant_when_traced
+def choose_now(outlines: tuple[Any, ...], train: bool, any_size: bool, mask: Any, *rest: Any) -> str:
+    """Return the name in CALLS of what the traced call runs, in its own layout.
+
+    `any_size`: whether numbers of tokens are dynamic, and those in `outlines` typical ones.
+    """
+    words = Words(mask_or_form(mask), *rest)
     q, k, v = (Outline(*one) for one in outlines)
     demand = demand_of(q, k, v, words, train, "traced", "torch")
+    demand = demand._replace(any_kv_len=any_size or (demand.values is not None and demand.values.packed))
     pick, decision = chosen(words.impl, demand)
     while words.impl == "auto" and (error := _error_of(pick, decision, demand, words.layout, (q, k, v))):
         pick, decision = next_choice(pick.name, decision.config, demand, error)
@@ -95,13 +148,13 @@ def choose_now(outlines: tuple[Any, ...], train: bool, mask: Any, *rest: Any) ->
         call = built(pick, decision.config, demand, words.layout, q.device)
     else:
         call = as_operator(words, train, (pick.name, decision.config))
-    return CALLS.keep(call, outlines, train, mask, rest, pick.name, decision.config, registry.generation())
+    return CALLS.keep(call, outlines, train, mask, rest, any_size, pick.name, decision.config, registry.generation())
 
 
 @constant_when_traced
 def choose_when_run(train: bool, mask: Any, *rest: Any) -> str:
     """Return the name in CALLS of an operator for any sizes."""
-    return CALLS.keep(as_operator(Words(mask_of(mask), *rest), train), train, mask, rest)
+    return CALLS.keep(as_operator(Words(mask_or_form(mask), *rest), train), train, mask, rest)
 
 
 @constant_when_traced
@@ -124,6 +177,10 @@ def without_numbers(q: Array, k: Array, v: Array, words: Words, train: bool) -> 
     symbolic sizes, whose implementation is chosen when the graph runs.
     """
     symbols = any(not isinstance(size, int) for x in (q, k, v) for size in x.shape)
+    if isinstance(words.mask, MaskForm):
+        shapes = outline_shapes((q, k, v), typical_sizes(words.layout, words.mask.packed) if symbols else {})
+        outlines = tuple((shape, x.dtype, x.device) for shape, x in zip(shapes, (q, k, v)))
+        return getattr(CALLS, choose_now(outlines, train, symbols, outline_of(words.mask), *words[1:]))
     if symbols and not (train and must_be_traced(words.impl)):
         return as_operator(words, train)
     demand = demand_of(q, k, v, words, train, "traced", "torch")
@@ -142,7 +199,7 @@ def _error_of(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if not pick.traceable or pick.compiles_each_plan:
+    if not pick.traceable or pick.compiles_each_plan or demand.values is not None:
         return None
     try:
         call = built(pick, decision.config, demand, layout)  # a second one: the masks of this one would have no numbers
@@ -191,10 +248,11 @@ def as_operator(words: Words, train: bool, pick: tuple[str, Config] | None = Non
     inner = "bshd" if layout == "packed" else layout
     key = _remember(GraphRequest(words._replace(layout=inner, heads=None), train, pick))
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: Any) -> Any:
         q = to_layout(q, layout, inner, q_heads)
         k, v = to_layout(k, layout, inner, kv_heads), to_layout(v, layout, inner, kv_heads)
-        out, lse, _ = torch.ops.attnbench.forward(q, k, v, key)
+        arrays = [value for value in values if isinstance(value, torch.Tensor)]
+        out, lse, _ = torch.ops.attnbench.forward(q, k, v, arrays, list(values[len(arrays) :]), key)
         out = to_layout(out, inner, layout)
         return (out, lse if words.sinks else lse.float()) if return_lse else out
 
@@ -205,7 +263,7 @@ def _remember(request: GraphRequest) -> str:
     """Keep a request and return its key, which is the same in every process: compiled graphs are cached on disk."""
     mask, *rest = request.words
     pick = request.pick and (request.pick[0], sorted(request.pick[1].items()))
-    key = hashlib.sha256(repr((SCHEMA, literal(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((SCHEMA, outline_of(mask), rest, request.train, pick)).encode()).hexdigest()[:24]
     _requests[key] = request
     return key
 
@@ -220,15 +278,18 @@ def _request_of(key: str) -> GraphRequest:
 
 @torch.library.custom_op("attnbench::forward", mutates_args=())
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arrays: Sequence[torch.Tensor], limits: Sequence[int], key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, lse, ran): the LSE is undefined unless asked for; `ran` is empty if the choice was made before."""
+    """Return (out, lse, ran): the LSE is undefined unless asked for; `ran` is empty if the choice was made before.
+
+    `arrays` and `limits` are the values of a mask on the device.
+    """
     while True:
         at = _choice(q, k, v, key)
         kernels = _kernels_for(q, k, v, key, at)
         try:
             with OWN_RUN, without_autocast(q.device.type):
-                out, lse = kernels.forward(q, k, v)
+                out, lse = kernels.forward(q, k, v, *arrays, *limits)
             break
         except Unsupported as error:
             _replace(q, k, v, key, kernels, error)
@@ -238,9 +299,9 @@ def forward(
 
 @forward.register_fake
 def _empty(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arrays: Any, limits: Any, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), _empty_lse(q, key), _empty_ran(q, key)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), _empty_lse(q, key), _empty_ran(q, key)
 
 
 def _empty_ran(q: torch.Tensor, key: str) -> torch.Tensor:
@@ -250,50 +311,55 @@ def _empty_ran(q: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def _empty_lse(q: torch.Tensor, key: str) -> torch.Tensor:
-    batch, second, third, _ = q.shape
+    *batch, second, third, _ = q.shape  # packed sequences have no axis of batch rows
     rows = (second, third) if _request_of(key).words.layout == "bhsd" else (third, second)
-    return q.new_empty((batch, *rows), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((*batch, *rows), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("attnbench::backward", mutates_args=())
 def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
-    ran: torch.Tensor, key: str,
+    ran: torch.Tensor, arrays: Sequence[torch.Tensor], limits: Sequence[int], key: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (dq, dk, dv) by the implementation whose forward ran."""
     kernel = _kernels_for(q, k, v, key, int(ran) if ran.numel() else CHOSEN_BEFORE).backward
     assert kernel is not None
     with OWN_RUN, without_autocast(q.device.type):
-        dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous())
+        dq, dk, dv = kernel(q, k, v, out, lse, dout.contiguous(), *arrays, *limits)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @backward.register_fake
 def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, ran: Any, key: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, dout: Any, ran: Any, arrays: Any,
+    limits: Any, key: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *arrays, ctx.key = inputs
-    ctx.save_for_backward(*arrays, *output)
+    q, k, v, arrays, ctx.limits, ctx.key = inputs
+    ctx.save_for_backward(q, k, v, *output, *arrays)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-    *saved, ran = ctx.saved_tensors
+    *saved, ran = ctx.saved_tensors[:6]
+    values = list(ctx.saved_tensors[6:])
     words = _request_of(ctx.key).words
+    if values and words.return_lse and dlse is not None:
+        refuse_lse_gradient(f"{words.impl} under a mask on the device")
 
     def backward(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.ops.attnbench.backward(*arrays, ran, ctx.key)
+        return torch.ops.attnbench.backward(*arrays, ran, values, ctx.limits, ctx.key)
 
     layout = "bhsd" if words.layout == "bhsd" else "bshd"
     grads = of_both(
         lambda dout: backward(*saved, dout), lambda dlse: through_lse(backward, layout, *[*saved, dlse]),
         dout, dlse if words.return_lse else None,
     )  # fmt: skip
-    return *grads, None
+    # Torch takes an empty list for one of tensors, which has a list of gradients, and other numbers for one argument.
+    return *grads, [None] * len(values), None if ctx.limits else [], None
 
 
 forward.register_autograd(_gradients, setup_context=_save)
@@ -358,15 +424,21 @@ def _kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, at
 
 
 def _place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str) -> tuple[Any, ...]:
-    devices = q.device, k.device, v.device
-    return (key, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *devices, registry.generation())
+    devices, mask = (q.device, k.device, v.device), _request_of(key).words.mask
+    shapes: tuple[Any, ...] = (q.shape, k.shape, v.shape)
+    if isinstance(mask, MaskForm) and mask.packed:  # one kernel serves all numbers of tokens
+        shapes = tuple([(shape[0].bit_length(), *shape[1:]) for shape in shapes])
+    return (key, *shapes, q.dtype, k.dtype, v.dtype, *devices, registry.generation())
 
 
 def _build(request: GraphRequest, demand: Demand, pick: Implementation, config: Config) -> GraphKernels:
     words, layout = request.words, request.words.layout
     if not request.train:
         run = built(pick, config, demand, layout)
-        return GraphKernels((pick.name, config), run if words.return_lse else lambda q, k, v: (run(q, k, v), None))
-    pair = pick.partial(demand.workload, config)
+        return GraphKernels((pick.name, config), run if words.return_lse else lambda *arrays: (run(*arrays), None))
+    if demand.values is not None:
+        pair = pick.partial_values(demand.workload, demand.values, config)
+    else:
+        pair = pick.partial(demand.workload, config)
     assert pair is not None
     return GraphKernels((pick.name, config), *(turned(pair) if layout == "bhsd" else pair))

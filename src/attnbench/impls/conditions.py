@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 
+from attnbench.masks.device import MaskForm
+from attnbench.masks.large_bias import has_large_bias
 from attnbench.spec import Environment, Workload
 
 BFLOAT16_SINCE = (8, 0)
@@ -77,6 +79,23 @@ def needs_positive_scale(workload: Workload) -> str | None:
 def needs_no_softcap(workload: Workload) -> str | None:
     """Refuse a soft cap on the logits."""
     return "has no softcap" if workload.softcap is not None else None
+
+
+def needs_torch(environment: Environment, least: tuple[int, int]) -> str | None:
+    """Refuse a torch that is known to be older than a release."""
+    version = environment.packages.get("torch", "")
+    have = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return f"needs torch {least[0]}.{least[1]}, this is {version}" if have and have < least else None
+
+
+def needs_small_bias(form: MaskForm) -> str | None:
+    """Refuse a large bias beside values on the device, on which the largest bias that a row sees would depend."""
+    return "takes no large bias together with a mask on the device" if has_large_bias(form.fixed) else None
+
+
+def needs_packed(form: MaskForm) -> str | None:
+    """Refuse masks on the device other than packed sequences."""
+    return None if form.packed else f"takes {form.parts[0].kind} of host data only, not on the device"
 
 
 def needs_capability(environment: Environment, least: tuple[int, int]) -> str | None:

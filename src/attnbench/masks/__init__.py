@@ -1,12 +1,15 @@
 """Masks as data: `attnbench.masks`. Each function returns a frozen mask; masks combine with `&`.
 
-Inside torch.compile, masks of numbers and lists can be built; masks of arrays must be built outside.
+Lists and NumPy arrays become constants of the mask. Tensors on an accelerator, and arrays that torch.compile or JAX
+traces, are not read: `lengths`, `valid`, `documents` and `block_causal` return a `DeviceMask` for them, the others
+refuse what has no numbers yet. With `constant=True` values are read now, with `constant=False` tensors and JAX arrays
+of a CPU are not read either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from attnbench.masks.base import (
     whole_number,
 )
 from attnbench.masks.combine import Both, Part
+from attnbench.masks.device import DeviceMask, ids_on_device, lengths_on_device, stays_on_device, valid_on_device
 from attnbench.masks.positional import Alibi, Causal, Dilated, Full, Prefix, Window, alibi_slopes
 from attnbench.tracing import constant_when_traced
 
@@ -34,7 +38,7 @@ AnyMask = Part | Both
 __all__ = [
     "AnyMask", "Align", "LARGEST_SIZE", "Mask", "MaskShape", "Namespace", "Predicate",
     "Full", "Causal", "Window", "Prefix", "BlockCausal", "Documents", "Lengths", "Valid", "Dilated", "Blocks", "Dense",
-    "Alibi", "Both",
+    "Alibi", "Both", "DeviceMask",
     "full", "causal", "window", "prefix", "block_causal", "documents", "lengths", "valid", "dilated", "blocks", "dense",
     "alibi",
 ]  # fmt: skip
@@ -68,21 +72,62 @@ def prefix(n: int, align: Align = "bottom-right") -> Prefix:
     return Prefix(n, align)
 
 
-@constant_when_traced
-def block_causal(ids: Any, q_ids: Any = None) -> BlockCausal:
+HostData = Sequence[Any] | np.ndarray
+"""Data of which the values are known."""
+
+
+@overload
+def block_causal(ids: HostData, q_ids: HostData | None = None, *, constant: None = None) -> BlockCausal: ...
+@overload
+def block_causal(ids: Any, q_ids: Any = None, *, constant: bool | None = None) -> BlockCausal | DeviceMask: ...
+def block_causal(ids: Any, q_ids: Any = None, *, constant: bool | None = None) -> BlockCausal | DeviceMask:
     """Return the mask ids[j] <= q_ids[i]; ids is the running sum of openpi's mask_ar, [kv_len] or [batch, kv_len]."""
+    if stays_on_device(ids, constant):
+        return ids_on_device("block_causal", ids, q_ids)
+    return _block_causal(ids, q_ids)
+
+
+@overload
+def documents(ids: HostData, q_ids: HostData | None = None, *, constant: None = None) -> Documents: ...
+@overload
+def documents(ids: Any, q_ids: Any = None, *, constant: bool | None = None) -> Documents | DeviceMask: ...
+def documents(ids: Any, q_ids: Any = None, *, constant: bool | None = None) -> Documents | DeviceMask:
+    """Return the mask under which tokens see only their own document; ids is [kv_len] or [batch, kv_len]."""
+    if stays_on_device(ids, constant):
+        return ids_on_device("documents", ids, q_ids)
+    return _documents(ids, q_ids)
+
+
+@overload
+def lengths(kv_lengths: HostData, *, constant: None = None) -> Lengths: ...
+@overload
+def lengths(kv_lengths: Any, *, constant: bool | None = None) -> Lengths | DeviceMask: ...
+def lengths(kv_lengths: Any, *, constant: bool | None = None) -> Lengths | DeviceMask:
+    """Return the mask of right padding: batch row b has kv_lengths[b] valid keys."""
+    return lengths_on_device(kv_lengths) if stays_on_device(kv_lengths, constant) else _lengths(kv_lengths)
+
+
+@overload
+def valid(mask_bj: HostData, *, constant: None = None) -> Valid: ...
+@overload
+def valid(mask_bj: Any, *, constant: bool | None = None) -> Valid | DeviceMask: ...
+def valid(mask_bj: Any, *, constant: bool | None = None) -> Valid | DeviceMask:
+    """Return the mask of the valid keys, given as booleans [kv_len] or [batch, kv_len] with holes anywhere."""
+    return valid_on_device(mask_bj) if stays_on_device(mask_bj, constant) else _valid(mask_bj)
+
+
+@constant_when_traced
+def _block_causal(ids: Any, q_ids: Any) -> BlockCausal:
     return BlockCausal(*_token_ids(ids, q_ids, "block_causal"))
 
 
 @constant_when_traced
-def documents(ids: Any, q_ids: Any = None) -> Documents:
-    """Return the mask under which tokens see only their own document; ids is [kv_len] or [batch, kv_len]."""
+def _documents(ids: Any, q_ids: Any) -> Documents:
     return Documents(*_token_ids(ids, q_ids, "documents"))
 
 
 @constant_when_traced
-def lengths(kv_lengths: Any) -> Lengths:
-    """Return the mask of right padding: batch row b has kv_lengths[b] valid keys."""
+def _lengths(kv_lengths: Any) -> Lengths:
     if to_numpy(kv_lengths, "kv_lengths").dtype == bool:
         raise InvalidWorkload("kv_lengths must be numbers of keys, not booleans: use masks.valid for booleans.")
     frozen = integers(kv_lengths, "kv_lengths", (1,))
@@ -92,8 +137,7 @@ def lengths(kv_lengths: Any) -> Lengths:
 
 
 @constant_when_traced
-def valid(mask_bj: Any) -> Valid:
-    """Return the mask of the valid keys, given as booleans [kv_len] or [batch, kv_len] with holes anywhere."""
+def _valid(mask_bj: Any) -> Valid:
     keys = to_numpy(mask_bj, "valid")
     if keys.dtype != bool or keys.ndim not in (1, 2):
         raise InvalidWorkload(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import eq, le
+from typing import Any
+
 import numpy as np
 
 from attnbench.errors import InvalidWorkload
@@ -9,6 +13,23 @@ from attnbench.masks.base import FrozenArray, Mask, MaskShape, Namespace, Predic
 
 FEW = 6
 """Largest number of sizes that a title lists."""
+
+
+def by_lengths(lengths: Any) -> Predicate:
+    """Return the predicate of `lengths` for an array [b] of any framework."""
+    return lambda b, h, q, kv: kv < lengths[b]
+
+
+def by_keys(keys: Any) -> Predicate:
+    """Return the predicate of `valid` for booleans [b or 1, kv] of any framework."""
+    per_row = int(keys.shape[0] > 1)
+    return lambda b, h, q, kv: keys[b * per_row, kv]
+
+
+def by_ids(sees: Callable[[Any, Any], Any], ids: Any, q_ids: Any) -> Predicate:
+    """Return the predicate `sees(id of the key, id of the query)` for arrays [b or 1, tokens] of any framework."""
+    k_batch, q_batch = int(ids.shape[0] > 1), int(q_ids.shape[0] > 1)
+    return lambda b, h, q, kv: sees(ids[b * k_batch, kv], q_ids[b * q_batch, q])
 
 
 def _check_rows(name: str, array: np.ndarray, batch: int, length: int | None, axis: str) -> None:
@@ -20,6 +41,10 @@ def _check_rows(name: str, array: np.ndarray, batch: int, length: int | None, ax
 
 def _listed(sizes: np.ndarray) -> str:
     return ", ".join(map(str, sizes.tolist()))
+
+
+SEES_ID: dict[str, Callable[[Any, Any], Any]] = {"documents": eq, "block_causal": le}
+"""Kind of mask -> whether a query of the second id sees a key of the first."""
 
 
 class _TokenIds(Mask, frozen=True):
@@ -63,11 +88,9 @@ class _TokenIds(Mask, frozen=True):
         """Return the ids of the queries, [b or 1, q_len]."""
         return self.ids.array[:, shape.kv_len - shape.q_len :] if self.q_ids is None else self.q_ids.array
 
-    def _lookups(self, shape: MaskShape, namespace: Namespace) -> tuple[Predicate, Predicate]:
-        queries, keys = self.query_ids(shape), self.ids.array
-        q_ids, k_ids = namespace.asarray(np.ascontiguousarray(queries)), namespace.asarray(keys)
-        q_batch, k_batch = int(len(queries) > 1), int(len(keys) > 1)
-        return (lambda b, h, q, kv: q_ids[b * q_batch, q]), (lambda b, h, q, kv: k_ids[b * k_batch, kv])
+    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
+        q_ids = namespace.asarray(np.ascontiguousarray(self.query_ids(shape)))
+        return by_ids(SEES_ID[self.kinds[0]], namespace.asarray(self.ids.array), q_ids)
 
 
 def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -84,10 +107,6 @@ def _sorted_bounds(keys: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, n
 class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
     """Keys of the same or an earlier block, ids[j] <= q_ids[i]: openpi's mask, its ids the running sum of `mask_ar`."""
 
-    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
-        query, key = self._lookups(shape, namespace)
-        return lambda b, h, q, kv: key(b, h, q, kv) <= query(b, h, q, kv)
-
     def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
         return (self.ids.array <= self.query_ids(shape).max(axis=1, keepdims=True))[:, None]
 
@@ -98,10 +117,6 @@ class BlockCausal(_TokenIds, frozen=True, tag="block_causal"):
 
 class Documents(_TokenIds, frozen=True, tag="documents"):
     """Keys of the same document, ids[j] == q_ids[i]: packed sequences."""
-
-    def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
-        query, key = self._lookups(shape, namespace)
-        return lambda b, h, q, kv: key(b, h, q, kv) == query(b, h, q, kv)
 
     def keys_of_heads(self, shape: MaskShape) -> np.ndarray:
         keys, queries = self.ids.array, self.query_ids(shape)
@@ -143,8 +158,7 @@ class Lengths(Mask, frozen=True, tag="lengths"):
             )
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
-        lengths = namespace.asarray(self.kv_lengths.array)
-        return lambda b, h, q, kv: kv < lengths[b]
+        return by_lengths(namespace.asarray(self.kv_lengths.array))
 
     def interval(self, shape: MaskShape) -> tuple[np.ndarray, np.ndarray]:
         high = np.repeat(self.kv_lengths.array[:, None].astype(np.int64), shape.q_len, axis=1)
@@ -172,8 +186,7 @@ class Valid(Mask, frozen=True, tag="valid"):
         _check_rows("valid", self.keys.array, shape.batch, shape.kv_len, "kv_len")
 
     def predicate(self, shape: MaskShape, namespace: Namespace) -> Predicate:
-        keys, per_row = namespace.asarray(self.keys.array), int(self.keys.shape[0] > 1)
-        return lambda b, h, q, kv: keys[b * per_row, kv]
+        return by_keys(namespace.asarray(self.keys.array))
 
     def key_filter(self, shape: MaskShape) -> np.ndarray:
         return self.keys.array

@@ -146,6 +146,13 @@ def product_precision(dtype: Any) -> Any:
     return Precision.HIGHEST if dtype == np.float32 else None
 
 
+def logits_dtype(dtype: Any) -> Any:
+    """Return the dtype of logits: float32, or float64 for float64 inputs."""
+    import jax.numpy as jnp
+
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def plain_lse(workload: Workload, q: Array, k: Array, rows: np.ndarray | None) -> Array:
     """Return only the LSE, differentiable; `rows` are the rows that see a key."""
     return _lse(_masked_logits(workload, q, k), rows, row_tops(workload))
@@ -182,7 +189,7 @@ def capped_logits(q: Array, k: Array, scale: float, softcap: float | None) -> Ar
     """Return scaled and capped logits [b, kv_heads, group, q, kv] of q and k in bshd, without a mask."""
     import jax.numpy as jnp
 
-    dtype, precision = jnp.promote_types(q.dtype, jnp.float32), product_precision(q.dtype)
+    dtype, precision = logits_dtype(q.dtype), product_precision(q.dtype)
     grouped = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision, preferred_element_type=dtype)
     logits = logits * jnp.asarray(scale, dtype)
@@ -205,14 +212,16 @@ def grouped_heads(array: Array, workload: Workload) -> Array:
     return array.reshape(b, 1, 1, *pair) if h == 1 else array.reshape(b, workload.kv_heads, workload.group, *pair)
 
 
-def attend_with_arrays(workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None) -> Array:
-    """Attend in layout bshd with a mask that is an argument: `seen` and `weight` are [b|1, h|1, q|1, kv|1].
+def attend_with_arrays(
+    workload: Workload, q: Array, k: Array, v: Array, seen: Array, weight: Array | None, with_lse: bool = False
+) -> tuple[Array, Array | None]:
+    """Return (out, LSE or None) in layout bshd with a mask that is an argument: arrays [b|1, h|1, q|1, kv|1].
 
     The workload's own mask is not looked at. A row that sees no key has equal logits, so the caller must clear its
     output.
     """
-    logits = capped_logits(q, k, workload.softmax_scale, workload.softcap)
-    return _weighted_values(_hidden(logits, workload, seen, weight), v)
+    logits = _hidden(capped_logits(q, k, workload.softmax_scale, workload.softcap), workload, seen, weight)
+    return _weighted_values(logits, v), _lse(logits, None, None) if with_lse else None
 
 
 def cache_arrays(q: Array, k: Array, v: Array, lengths: Array, table: Array | None) -> tuple[Array, Array, Array]:

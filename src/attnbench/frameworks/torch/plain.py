@@ -50,6 +50,22 @@ class TorchNamespace:
 
         return torch.where(condition, x, y)
 
+    def arange(self, size: int, /) -> torch.Tensor:
+        """Return 0, 1, ... in 32 bits."""
+        import torch
+
+        return torch.arange(size, dtype=torch.int32, device=self._device)
+
+    def searchsorted(self, ends: torch.Tensor, tokens: torch.Tensor, /) -> torch.Tensor:
+        """Return how many of the sorted ends each token has reached."""
+        import torch
+
+        return torch.searchsorted(ends, tokens, right=True, out_int32=True)
+
+    def clip(self, x: torch.Tensor, low: int, high: int, /) -> torch.Tensor:
+        """Return x within low ... high."""
+        return x.clamp(low, high)
+
 
 class MaskTensors(NamedTuple):
     """A mask on a device, axes [b or 1, h or 1, q, kv]; None for what the mask does not have."""

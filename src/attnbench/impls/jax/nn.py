@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from attnbench.frameworks.jax.device_masks import (
+    JAX_NAMESPACE,
+    packed_again,
+    padded_batch,
+    plain_values_call,
+    values_call,
+)
 from attnbench.frameworks.jax.plain import (
     cache_arrays,
     plain_call,
@@ -35,7 +43,22 @@ from attnbench.frameworks.jax.plain import (
 from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.impls.jax._libraries import FINITE_MASK, MaskArguments, mask_arguments
-from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Passes, Workload
+from attnbench.masks import Causal, Full
+from attnbench.masks.base import query_offset
+from attnbench.masks.device import PACKED, MaskForm
+from attnbench.masks.packed import places
+from attnbench.spec import (
+    Array,
+    CacheCall,
+    Call,
+    Config,
+    Environment,
+    Implementation,
+    Partial,
+    Passes,
+    ValuesCall,
+    Workload,
+)
 
 
 class JaxEinsum(WithLse):
@@ -53,6 +76,12 @@ class JaxEinsum(WithLse):
 
     def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         return plain_call(workload, with_lse)
+
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        return conditions.needs_small_bias(form)
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall:
+        return plain_values_call(workload, form, with_lse)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         from attnbench.impls.partial.jax_passes import plain_passes
@@ -132,6 +161,30 @@ class JaxNn(Implementation):
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, with_lse=False)
 
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        return first_reason(
+            self.supports(replace(workload, mask=Full()), environment), conditions.needs_small_bias(form)
+        )
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall | None:
+        def attend(q: Array, k: Array, v: Array, seen: Array, weight: Any) -> tuple[Array, None]:
+            return nn_with_arrays(self.backend, workload.softmax_scale, q, k, v, seen, weight), None
+
+        return None if with_lse else values_call(workload, form, False, attend)
+
+
+def nn_with_arrays(backend: str, scale: float, q: Array, k: Array, v: Array, seen: Array, bias: Array | None) -> Array:
+    """Return attention by a backend of jax.nn under arrays that broadcast to [b, h, q, kv]; every row sees a key."""
+    import jax
+    import jax.numpy as jnp
+
+    pairs = (q.shape[1], k.shape[1])
+    wide = (*q.shape[:3:2], *pairs) if backend == "cudnn" else (*seen.shape[:2], *pairs)
+    words: Any = {"mask": jnp.broadcast_to(seen, wide), "implementation": backend}
+    if bias is not None:
+        words["bias"] = jnp.broadcast_to(bias, (*bias.shape[:2], *pairs))
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, **words)
+
 
 class Xla(JaxNn):
     """`jax.nn.dot_product_attention` compiled by XLA; stores all scores."""
@@ -184,6 +237,23 @@ class Cudnn(JaxNn):
             FINITE_MASK if workload.dtype == "float16" and self._needs_array(workload) else None,
         )
 
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        odd = workload.needs_gradients and not form.packed and (workload.q_len % 2 or workload.kv_len % 2)
+        arrays = None if cudnn_lengths(workload, form) else FINITE_MASK
+        packed = "takes full and causal masks of packed sequences with one set of offsets"
+        return first_reason(
+            super().supports_values(workload, form, environment),
+            f"takes its bias in {workload.dtype}, which rounds the mask's weights" if form.fixed.weighted else None,
+            "trains on even lengths only under a mask on the device" if odd else None,
+            packed if form.packed and arrays else None,
+            arrays if workload.dtype == "float16" else None,
+        )
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall | None:
+        if with_lse or not cudnn_lengths(workload, form):
+            return super().build_values(workload, form, config, with_lse)
+        return _packed_by_lengths(workload, form) if form.packed else _by_lengths(workload, form)
+
     def _needs_array(self, workload: Workload) -> bool:
         arguments = mask_arguments(workload)
         odd = workload.needs_gradients and (workload.q_len % 2 or workload.kv_len % 2)
@@ -216,6 +286,64 @@ class Cudnn(JaxNn):
             return jnp.where((lengths > 0)[:, None, None, None], out, 0), plain(q, k, v, lengths, table)[1]
 
         return call
+
+
+def cudnn_lengths(workload: Workload, form: MaskForm) -> bool:
+    """Return whether the mask is one of lengths, beside which cuDNN needs no array: full, or causal from key 0 on."""
+    fixed = form.fixed
+    if isinstance(fixed, Causal):
+        plain = form.same_offsets if form.packed else not query_offset(fixed.align, workload.mask_shape)
+    else:
+        plain = isinstance(fixed, Full)
+    return plain and [part.kind for part in form.parts] in ([PACKED], ["lengths"])
+
+
+def _by_lengths(workload: Workload, form: MaskForm) -> ValuesCall:
+    """Return a call (q, k, v, lengths). A row without keys is shown one, since its gradients would be NaN."""
+
+    def call(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+        import jax.numpy as jnp
+
+        out = _cudnn(workload, form, q, k, v, key_value_seq_lengths=_at_least_one(lengths))
+        return jnp.where((lengths > 0)[:, None, None, None], out, jnp.zeros((), out.dtype))
+
+    return call
+
+
+def _packed_by_lengths(workload: Workload, form: MaskForm) -> ValuesCall:
+    """Return a call of packed sequences, which become a batch padded to an even length."""
+
+    def call(q: Array, k: Array, v: Array, *values: Any) -> Array:
+        import jax.numpy as jnp
+
+        *offsets, q_longest, k_longest = values
+        ends = (offsets[0], offsets[0 if form.same_offsets else 1])
+        longest = (q_longest + q_longest % 2, k_longest + k_longest % 2)
+        q_lengths, k_lengths = (end[1:] - end[:-1] for end in ends)
+        out = _cudnn(
+            workload, form, *padded_batch((q, k, v), ends, longest),
+            query_seq_lengths=_at_least_one(q_lengths), key_value_seq_lengths=_at_least_one(k_lengths),
+        )  # fmt: skip
+        places_of_q = places(ends[0], q.shape[0], JAX_NAMESPACE)
+        seen = places_of_q.inside & (k_lengths > 0)[places_of_q.sequence]
+        return jnp.where(seen[:, None, None], packed_again(out, places_of_q), jnp.zeros((), out.dtype))
+
+    return call
+
+
+def _at_least_one(lengths: Array) -> Array:
+    import jax.numpy as jnp
+
+    return jnp.maximum(lengths, 1).astype(jnp.int32)
+
+
+def _cudnn(workload: Workload, form: MaskForm, q: Array, k: Array, v: Array, **lengths: Array) -> Array:
+    from jax.nn import dot_product_attention
+
+    causal = isinstance(form.fixed, Causal)
+    return dot_product_attention(
+        q, k, v, scale=workload.softmax_scale, is_causal=causal, implementation="cudnn", **lengths
+    )
 
 
 EINSUM = JaxEinsum()

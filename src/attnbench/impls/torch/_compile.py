@@ -39,8 +39,8 @@ class CompiledCall:
         if self._prepare is not None:
             self._prepare(device)
 
-    def __call__(self, q: Array, k: Array, v: Array) -> Any:
-        return self._call(q, k, v)
+    def __call__(self, *arrays: Array) -> Any:
+        return self._call(*arrays)
 
 
 def compile_fresh(function: FunctionType) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from attnbench.frameworks.torch.plain import TorchNamespace, mask_tensors
 from attnbench.impls.conditions import first_reason, needs_mask
 from attnbench.masks import Blocks, Causal, Dense, Full, Window, dense
 from attnbench.masks.cuts import block_layout
+from attnbench.masks.device import MaskForm
 from attnbench.masks.large_bias import shifted
 from attnbench.spec import Array, Workload
 
@@ -217,6 +218,13 @@ def needs_bottom_right(workload: Workload) -> str | None:
     if is_top_left(workload):
         return f"aligns masks bottom-right; top-left needs q_len = kv_len, not {workload.q_len} and {workload.kv_len}"
     return None
+
+
+def needs_packed_bounds(workload: Workload, form: MaskForm) -> str | None:
+    """Refuse what flash-attention's varlen functions do not take: other masks inside of sequences, top-left ones."""
+    aligned = any(getattr(part, "align", "bottom-right") == "top-left" for part in form.fixed.split())
+    top_left = "aligns masks bottom-right in each sequence; top-left needs keys with the offsets of the queries"
+    return first_reason(needs_bounds(workload), top_left if aligned and not form.same_offsets else None)
 
 
 def needs_visible_rows(workload: Workload) -> str | None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnbench.frameworks.torch.device_masks import plain_values_call
 from attnbench.frameworks.torch.plain import attend, mask_tensors, once_per_device, plain_call
 from attnbench.impls import WithLse
+from attnbench.impls.conditions import first_reason, needs_small_bias
 from attnbench.impls.partial.torch_passes import plain_partial
 from attnbench.impls.torch._caches import plain_decode
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
+from attnbench.masks.device import MaskForm
 from attnbench.masks.large_bias import has_large_bias
-from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, ValuesCall, Workload
 
 
 class Eager(WithLse):
@@ -32,6 +35,12 @@ class Eager(WithLse):
 
     def call(self, workload: Workload, config: Config, with_lse: bool) -> Call:
         return plain_call(workload, with_lse)
+
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        return first_reason(self.supports(workload, environment), needs_small_bias(form))
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall:
+        return plain_values_call(workload, form, with_lse)
 
     def partial(self, workload: Workload, config: Config) -> Partial | None:
         return None if has_large_bias(workload.visible_mask) else plain_partial(workload)

@@ -25,7 +25,11 @@ from attnbench.impls import WithLse, conditions
 from attnbench.impls.conditions import find_module, first_reason
 from attnbench.impls.partial.torch_passes import dense_rows, for_backward, with_dense_rows
 from attnbench.impls.torch import _masks
-from attnbench.spec import Array, CacheCall, Call, Config, Environment, Partial, Passes, Workload
+from attnbench.masks.device import MaskForm
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Partial, Passes, ValuesCall, Workload
+
+PackedBackward = Callable[..., tuple[Array, Array, Array]]
+"""Function (dout, q, k, v, out, lse, keywords of packed sequences) -> (dq, dk, dv), of arrays [tokens, heads, dim]."""
 
 
 def fa3_module() -> str | None:
@@ -96,8 +100,12 @@ class Flash(WithLse):
     """Name of the argument for the pages of a KV cache."""
 
     @abstractmethod
+    def library(self) -> Any:
+        """Import the library's module of `flash_attn_func` and `flash_attn_varlen_func`."""
+
     def function(self) -> Callable[..., Any]:
         """Import the library and return its `flash_attn_func`."""
+        return self.library().flash_attn_func
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(
@@ -139,15 +147,63 @@ class Flash(WithLse):
             options[self.lse_flag] = True
 
         def run(q: Array, k: Array, v: Array) -> Any:
-            result = function(q, k, v, **options)  # the output alone, or first in a tuple
-            in_tuple = isinstance(result, tuple | list)
-            if not with_lse:
-                return result[0] if in_tuple else result
-            if not in_tuple or result[1] is None:
-                raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
-            return result[0], natural(result[1])
+            result = function(q, k, v, **options)
+            return (result[0], natural(self._lse_of(result))) if with_lse else _output(result)
 
         return run
+
+    def _lse_of(self, result: Any) -> Array:
+        if not isinstance(result, tuple | list) or result[1] is None:
+            raise Unsupported(f"{self.name}: this version returns no LSE; install a newer one.")
+        return result[1]
+
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        return first_reason(
+            conditions.needs_packed(form),
+            _masks.needs_packed_bounds(workload, form),
+            self.supports(workload, environment),
+        )
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall | None:
+        function, options = self.library().flash_attn_varlen_func, self.options(workload, config)
+        if with_lse and self.lse_flag in parameters(function):
+            options[self.lse_flag] = True
+
+        def call(q: Array, k: Array, v: Array, *values: Any) -> Any:
+            result = function(dense_rows(q), dense_rows(k), dense_rows(v), **self.packed_words(values), **options)
+            if not with_lse:
+                return _output(result)
+            return result[0], _masks.natural_lse(self._lse_of(result))
+
+        return call
+
+    def packed_words(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the keywords that all generations have for packed sequences."""
+        *offsets, q_longest, k_longest = values
+        return {
+            "cu_seqlens_q": offsets[0].contiguous(), "cu_seqlens_k": offsets[-1].contiguous(),
+            "max_seqlen_q": q_longest, "max_seqlen_k": k_longest,
+        }  # fmt: skip
+
+    def partial_values(self, workload: Workload, form: MaskForm, config: Config) -> Partial | None:
+        """Return both passes of packed sequences; None if the library does not offer its backward pass by itself."""
+        import torch
+
+        backward, call = self.packed_backward(workload), self.build_values(workload, form, config, True)
+        if backward is None or call is None:
+            return None
+
+        def gradients(
+            q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *values: Any
+        ) -> tuple[Array, Array, Array]:
+            arrays = [dense_rows(x) for x in (q, k, v, out)]
+            return backward(dense_rows(dout), *arrays, lse, self.packed_words(values))
+
+        return torch.no_grad()(call), gradients
+
+    def packed_backward(self, workload: Workload) -> PackedBackward | None:
+        """Return the library's backward pass of packed sequences, or None."""
+        return None
 
     def passes(self, workload: Workload, config: Config) -> Passes:
         """Return both passes, or the forward pass alone for forward-only builds."""
@@ -190,6 +246,11 @@ class Flash(WithLse):
         return torch.no_grad()(self.call(workload, config, with_lse=True))
 
 
+def _output(result: Any) -> Array:
+    """Return the output, which a library returns alone or first in a tuple."""
+    return result[0] if isinstance(result, tuple | list) else result
+
+
 class FlashAttention2(Flash):
     """FlashAttention 2, `flash_attn` 2.x, for Ampere and newer, 16 bits."""
 
@@ -214,8 +275,27 @@ class FlashAttention2(Flash):
             conditions.needs_room_for_gradients(workload, environment),
         )
 
-    def function(self) -> Callable[..., Any]:
-        return import_module("flash_attn.flash_attn_interface").flash_attn_func
+    def library(self) -> Any:
+        return import_module("flash_attn.flash_attn_interface")
+
+    def packed_backward(self, workload: Workload) -> PackedBackward | None:
+        """Return the private function; None before 2.7, and if the public function would pad head_dim."""
+        private = getattr(self.library(), "_flash_attn_varlen_backward", None)
+        if private is None or workload.head_dim % 8 or "window_size_left" not in parameters(private):
+            return None
+        options = self.private_options(workload)
+        fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": False}
+
+        def backward(
+            dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, packed: dict[str, Any]
+        ) -> tuple[Array, Array, Array]:
+            import torch
+
+            grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            private(dout, q, k, v, out, for_backward(lse), *grads, **packed, **options, **fixed)
+            return grads
+
+        return backward
 
     def cache_function(self) -> Callable[..., Any] | str:
         interface = import_module("flash_attn.flash_attn_interface")
@@ -237,9 +317,8 @@ class FlashAttention2(Flash):
 
             grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             # Its own forward hands +inf to the backward for rows that see no key: exp(s - inf) = 0.
-            lse = for_backward(lse)
             fixed = {"dropout_p": 0.0, "alibi_slopes": None, "deterministic": False}
-            private(dout, q, k, v, out, lse, *grads, **options, **fixed)
+            private(dout, q, k, v, out, for_backward(lse), *grads, **options, **fixed)
             return grads
 
         return with_dense_rows((self._forward(workload, config), backward))
@@ -279,8 +358,33 @@ class FlashAttention3(Flash):
         """Return settings for splitting the keys (0: the library's heuristic), which helps if there are few queries."""
         return ({}, {"num_splits": 0}) if workload.q_len <= 64 and not workload.needs_gradients else ({},)
 
-    def function(self) -> Callable[..., Any]:
-        return fa3_interface().flash_attn_func
+    def library(self) -> Any:
+        return fa3_interface()
+
+    def packed_backward(self, workload: Workload) -> PackedBackward | None:
+        """Return the private function; None for forward-only builds."""
+        private = None if "BACKWARD" in fa3_left_out() else getattr(fa3_interface(), "_flash_attn_backward", None)
+        if private is None or "window_size_left" not in parameters(private):
+            return None
+        options = self._backward_options(workload, private)
+
+        def backward(
+            dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, packed: dict[str, Any]
+        ) -> tuple[Array, Array, Array]:
+            import torch
+
+            grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            places = {"dq": grads[0], "dk": grads[1], "dv": grads[2]}
+            private(dout, q, k, v, out, lse, **places, **packed, **options)
+            return grads
+
+        return backward
+
+    def _backward_options(self, workload: Workload, private: Any) -> dict[str, Any]:
+        options = self.private_options(workload)
+        if "is_causal" in parameters(private):
+            options["is_causal"] = options.pop("causal")
+        return options
 
     def cache_function(self) -> Callable[..., Any] | str:
         if "VARLEN" in fa3_left_out():
@@ -318,9 +422,7 @@ class FlashAttention3(Flash):
         private = getattr(fa3_interface(), "_flash_attn_backward", None)
         if private is None or "window_size_left" not in parameters(private):
             return None
-        options = self.private_options(workload)
-        if "is_causal" in parameters(private):
-            options["is_causal"] = options.pop("causal")
+        options = self._backward_options(workload, private)
 
         def backward(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array) -> tuple[Array, Array, Array]:
             import torch
@@ -358,8 +460,23 @@ class FlashAttention4(Flash):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return first_reason(super().supports(workload, environment), _fa4_dims(workload, environment))
 
-    def function(self) -> Callable[..., Any]:
-        return import_module("flash_attn.cute").flash_attn_func
+    def library(self) -> Any:
+        return import_module("flash_attn.cute")
+
+    def packed_backward(self, workload: Workload) -> PackedBackward | None:
+        """Return the private function; None if this version's has no packed sequences."""
+        private = getattr(import_module("flash_attn.cute.interface"), "_flash_attn_bwd", None)
+        if private is None or "max_seqlen_q" not in parameters(private):
+            return None
+        options = self.private_options(workload)
+
+        def backward(
+            dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, packed: dict[str, Any]
+        ) -> tuple[Array, Array, Array]:
+            dq, dk, dv = private(q, k, v, out, dout, lse, **packed, **options)[:3]
+            return dq, dk, dv
+
+        return backward
 
     def decode(
         self, workload: Workload, environment: Environment, config: Config, page_size: int | None

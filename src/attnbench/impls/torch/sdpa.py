@@ -10,16 +10,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch.plain import once_per_device
+from attnbench.frameworks.torch.device_masks import values_call
+from attnbench.frameworks.torch.plain import MaskTensors, once_per_device
 from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
-from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows
+from attnbench.impls.partial.torch_passes import call_at_positive_scale, dense_rows, has_dense_rows, positive_scale
 from attnbench.impls.torch import _sdpa_operators
 from attnbench.impls.torch._caches import sliced_decode
-from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, route, sdpa_mask
+from attnbench.impls.torch._masks import SdpaMask, may_have_dead_rows, needs_packed_bounds, route, sdpa_mask
 from attnbench.impls.torch._sdpa_pins import Pinned
-from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, Workload
+from attnbench.impls.torch._varlen import varlen_call
+from attnbench.masks.device import MaskForm
+from attnbench.spec import Array, CacheCall, Call, Config, Environment, Implementation, Partial, ValuesCall, Workload
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn"]
 MATH_OPERATOR = r"_scaled_dot_product_attention_math"
@@ -74,6 +79,8 @@ BACKENDS: dict[Backend, BackendFacts] = {
         since=(8, 0),
     ),
 }
+VARLEN_SINCE = (2, 11)
+"""First release of torch whose varlen function takes a scale and a window."""
 NO_KERNEL = ("No available kernel", "No viable backend")
 HALF = ("float16", "bfloat16")
 
@@ -167,6 +174,19 @@ class Sdpa(Implementation):
 
         return call
 
+    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+        if self.backend == "flash":
+            return _varlen(workload, form, environment)
+        if self.backend != "auto":
+            return super().supports_values(workload, form, environment)
+        rounded = _exact_bias(replace(workload, mask=form.fixed)) if environment.device != "cpu" else None
+        return first_reason(conditions.needs_no_softcap(workload), conditions.needs_small_bias(form), rounded)
+
+    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall | None:
+        if self.backend == "flash":
+            return varlen_call(workload, form, with_lse)
+        return None if with_lse else _values_call(workload, form)
+
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         return _sdpa_operators.with_lse(self.backend, workload)
 
@@ -200,6 +220,39 @@ class Sdpa(Implementation):
         return Pinned(facts.flag), lambda: sdpa_kernel(backend)
 
 
+def sdpa_with_tensors(q: Array, k: Array, v: Array, mask: MaskTensors, scale: float) -> Array:
+    """Return attention in bhsd by torch's own choice; the mask must say which rows see no key.
+
+    Those rows are computed with all keys and then set to 0: a fused kernel may give NaN there.
+    """
+    import torch
+
+    scale, sign = positive_scale(scale)
+    q = q if sign == 1.0 else q * sign
+    seen: Any = mask.visible
+    seen = seen if mask.dead is None else seen | mask.dead
+    weights = seen if mask.weight is None else mask.weight.where(seen, float("-inf"))
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.device.type != "cpu":  # no fused kernel of a GPU takes a mask together with grouped heads
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        group = 1
+    # Torch's own function; `redirect_sdpa` replaces only the name in torch.nn.functional.
+    native = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+    out = native(q, k, v, attn_mask=weights, scale=scale, enable_gqa=group > 1)
+    return out if mask.dead is None else out.masked_fill(mask.dead, 0.0)
+
+
+def _values_call(workload: Workload, form: MaskForm) -> ValuesCall:
+    def attend(q: Array, k: Array, v: Array, mask: MaskTensors) -> tuple[Array, None]:
+        if form.packed:  # these come as [batch, tokens, heads, dim]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = mask if mask.weight is None else mask._replace(weight=mask.weight.to(q.dtype))
+        out = sdpa_with_tensors(q, k, v, mask, workload.softmax_scale)
+        return out.transpose(1, 2) if form.packed else out, None
+
+    return values_call(workload, form, False, attend, "bhsd")
+
+
 def _exact_bias(workload: Workload) -> str | None:
     """Refuse a bias in 16 bits: fused GPU kernels take it in the inputs' dtype, which would round the weights."""
     if workload.visible_mask.weighted and workload.dtype in HALF:
@@ -222,6 +275,22 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
         conditions.needs_equal_dims(workload),
         conditions.needs_room_for_gradients(workload, environment),
         mask,
+    )
+
+
+def _varlen(workload: Workload, form: MaskForm, environment: Environment) -> str | None:
+    """Return why torch's varlen function, which runs its flash kernel, cannot compute packed sequences."""
+    return first_reason(
+        conditions.needs_packed(form),
+        conditions.needs_device(environment, "cuda"),
+        conditions.needs_torch(environment, VARLEN_SINCE),
+        conditions.needs_no_softcap(workload),
+        conditions.needs_dtype(workload, *HALF),
+        conditions.needs_head_dim(workload, 256, 8),
+        conditions.needs_equal_dims(workload),
+        conditions.needs_room_for_gradients(workload, environment),
+        conditions.needs_positive_scale(workload),
+        needs_packed_bounds(workload, form),
     )
 
 

@@ -99,7 +99,8 @@ def attend_over_ranks(
         check_tensors(who, q, k, v)
         q, k, v = under_autocast(q, k, v)
         shape = _shape_of(q, k, v, scale, softcap)
-        limits = None if kv_lengths is None else tuple(masks.lengths(kv_lengths).kv_lengths.array.tolist())
+        known: Any = None if kv_lengths is None else masks.lengths(kv_lengths, constant=True)
+        limits = None if known is None else tuple(known.kv_lengths.array.tolist())
         check_layout(layout)
         _check_kernel(q, k, shape, inner, causal)
     if lengths is None:
