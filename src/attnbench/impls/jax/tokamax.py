@@ -96,6 +96,9 @@ class Tokamax(Implementation):
             )
         return None
 
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        return self.materialises_scores or mask_arguments(workload).needs_array
+
     def build(self, workload: Workload, config: Config) -> Call:
         rows = rows_that_see(workload.visible_mask, workload.mask_shape)
         arguments = mask_arguments(workload)

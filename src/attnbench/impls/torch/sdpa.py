@@ -116,6 +116,12 @@ class Sdpa(Implementation):
         checks = {"flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
         return checks[self.backend](workload, environment)
 
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        way = route(workload)
+        if way == "lower-right":
+            return self.backend != "flash" or environment.device == "cpu"
+        return self.backend == "math" or way not in ("none", "causal")
+
     def build(self, workload: Workload, config: Config) -> Call:
         return call_at_positive_scale(self._call, workload)
 
