@@ -69,7 +69,8 @@ def samples_of(ground: Ground) -> list[Sample]:
 
 
 def prediction_of(place: Place, ground: Ground) -> Prediction | None:
-    """Return the models of a place with their checks; None if fewer than FEWEST shapes were measured."""
+    """Return the models of a place with their checks; None if fewer than FEWEST shapes were measured, or if nothing can
+    be checked."""
     samples = samples_of(ground)
     if len({one.shape for one in samples}) < FEWEST:
         return None
@@ -77,7 +78,7 @@ def prediction_of(place: Place, ground: Ground) -> Prediction | None:
     order = order_on(place.framework, place.device)
     checks = {part: check_of(samples, PARTS[part], units, order) for part in LEFT_OUT}
     kept = {part: check for part, check in checks.items() if check is not None}
-    return Prediction(units=units, models=fitted(samples, units), checks=kept)
+    return Prediction(units=units, models=fitted(samples, units), checks=kept) if kept else None
 
 
 PARTS: dict[str, Callable[[Shape], Hashable]] = {

@@ -227,7 +227,9 @@ def _able(active: Policy, choice: Choice, demand: Demand, candidates: list[Candi
             regret = choice.regret * one.ratio
             evidence = Evidence(active.name, choice, regret if choice.regret_known else None)
             pick, why = registry.get(name).configured(config), str(evidence)
-            why = why if label == choice.label else f"{label} in place of {choice.label}, which cannot run; {why}"
+            if label != choice.label:
+                gone = "cannot run" if refusals[choice.label] else "compiles too long"
+                why = f"{label} in place of {choice.label}, which {gone}; {why}"
             return PickDecision(pick, config, why, candidates, evidence)
     return None
 
@@ -245,9 +247,9 @@ def _why_not_worth_compiling(
         return None
     advice = "ask for it by name, or measure it on this machine"
     if other is None or not choice.time_us or not one.compile_s:
-        never_measured = packaged or choice.predicted
-        if never_measured and compiles_for_one_call(one.implementation, demand):
-            return f"compiles for seconds, which does not pay off for a single call: {advice}"
+        one_call = _may_serve_one_call(demand.workload) and _scores_fit(demand.workload)
+        if plan_may_vary(demand.workload) if choice.predicted else packaged and one_call:
+            return f"compiles for seconds, which does not pay off for what may be a single call: {advice}"
         return None
     calls = 1 if _may_serve_one_call(demand.workload) else CALLS_OF_A_LENGTH
     if demand.workload.needs_gradients and calls > 1:
@@ -307,13 +309,6 @@ def plan_may_vary(workload: Workload) -> bool:
     lengths, masks carry data. False if eager would store too much for all of them."""
     varies = not workload.needs_gradients or _may_serve_one_call(workload)
     return varies and _scores_fit(workload)
-
-
-def compiles_for_one_call(name: str, demand: Demand) -> bool:
-    """Return whether an implementation would compile for seconds for a plan that may serve one call only."""
-    if demand.form == "traced" or not registry.get(name).compiles_each_plan:
-        return False
-    return _may_serve_one_call(demand.workload) and _scores_fit(demand.workload)
 
 
 def _may_serve_one_call(workload: Workload) -> bool:

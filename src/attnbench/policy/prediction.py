@@ -92,6 +92,8 @@ class TimeModel(Labelled, frozen=True, kw_only=True, omit_defaults=True, forbid_
             raise ValueError(f"a model has rates for {', '.join(COSTS)}, not for {unknown[0]}")
         if not self.rates or min(self.rates.values()) <= 0:
             raise ValueError("a model needs rates, all positive")
+        if odd := [dim for dim in self.factors.get("head_dim", {}) if not dim.isdecimal() or int(dim) < 1]:
+            raise ValueError(f"head_dim must be a whole number, not {odd[0]}")
         wrong = [factor for some in self.factors.values() for factor in some.values() if not factor > 0]
         wrong += [low for low, high in self.ranges.values() if not 1 <= low <= high]
         if wrong:
