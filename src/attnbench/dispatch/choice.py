@@ -46,6 +46,8 @@ ORDER: dict[str, tuple[str, ...]] = {
 a window, if they are installed, then what takes every mask. `for_mask` puts first what skips what a mask hides."""
 MPS_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.eager")
 """Order on Apple's mps, where SDPA's backends cannot be pinned."""
+XPU_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.flex", "torch.eager")
+"""Order on an XPU, where torch's own pick is oneDNN's attention, which cannot be pinned."""
 CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
@@ -278,6 +280,8 @@ def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...
         return TAKE_ARRAYS[framework]
     if framework == "torch" and device == "mps":
         return MPS_ORDER
+    if framework == "torch" and device == "xpu":
+        return XPU_ORDER
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 

@@ -70,7 +70,7 @@ class Tokamax(Implementation):
         if self.backend == "mosaic":
             odd_rows = workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array
             return first_reason(
-                conditions.needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
+                conditions.needs_generation(environment, *((9, 10) if workload.needs_gradients else (8, 9, 10))),
                 f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
                 if odd_rows
                 else None,

@@ -61,7 +61,7 @@ BACKENDS: dict[Backend, BackendFacts] = {
         (r"_scaled_dot_product_efficient_attention",),
         enum="EFFICIENT_ATTENTION",
         flag="mem_efficient",
-        devices=("cuda", "rocm", "xpu"),
+        devices=("cuda", "rocm"),
         since=(5, 0),
     ),
     "cudnn": BackendFacts(
@@ -212,6 +212,7 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
     return first_reason(
         conditions.needs_dtype(workload, *HALF),
         conditions.needs_head_dim(workload, 256, 8),
+        conditions.needs_xpu_head_dim(workload, environment),
         conditions.needs_equal_dims(workload),
         conditions.needs_room_for_gradients(workload, environment),
         mask,
