@@ -16,7 +16,7 @@ from attnbench.dispatch.choice import decide
 from attnbench.dispatch.demand import Demand, environment_of
 from attnbench.errors import PolicyMiss, PolicyWarning
 from attnbench.impls.torch import _compile as torch_compile
-from attnbench.policy import Check, Prediction, Regret, TimeModel
+from attnbench.policy import HeldOutCheck, Prediction, Regret, TimeModel
 from attnbench.spec import Environment
 
 pytestmark = pytest.mark.torch
@@ -36,7 +36,7 @@ def model(name, launch, pass_="forward", **fields):
 
 
 def predicting(*models, entries=None, passed=True, **fields):
-    check = Check(predicted=LOST, fixed=FIXED) if passed else Check(predicted=FIXED, fixed=LOST)
+    check = HeldOutCheck(predicted=LOST, fixed=FIXED) if passed else HeldOutCheck(predicted=FIXED, fixed=LOST)
     made = Prediction(units=2, models=models, checks=dict.fromkeys(("shape", "class", "head_dim", "mask"), check))
     return here(*(entries or [entry("torch.sdpa")]), prediction=made, **fields)
 
@@ -149,7 +149,7 @@ def test_of_a_traced_call_measured_training_comes_before_a_predicted_forward_pas
     import jax.numpy as jnp
 
     def forward_is_predicted(*models):
-        check = Check(predicted=LOST, fixed=FIXED)
+        check = HeldOutCheck(predicted=LOST, fixed=FIXED)
         made = Prediction(units=2, models=models, checks=dict.fromkeys(("shape", "class", "head_dim", "mask"), check))
         trained = entry("jax.einsum", pass_="train")
         return here(trained, framework="jax", prediction=made)
@@ -183,7 +183,7 @@ class TestCompiling:
         flex, eager = model("torch.flex", flex_ns, compile_s=4.0), model("torch.eager", eager_ns)
         pass_ = fields.get("pass_", "forward")
         models = tuple(structs.replace(one, pass_=pass_) for one in (flex, eager))
-        check = Check(predicted=LOST, fixed=FIXED)
+        check = HeldOutCheck(predicted=LOST, fixed=FIXED)
         made = Prediction(units=2, models=models, checks=dict.fromkeys(("shape", "class", "head_dim", "mask"), check))
         work = ab.Workload(**{"batch": 1, "q_len": 4096, "heads": 2, "head_dim": 64, "mask": CAUSAL, **fields})
         with ab.use_policy(policy(entry("torch.eager"), at=self.gpu, prediction=made)):

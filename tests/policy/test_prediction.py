@@ -14,7 +14,7 @@ from record_factory import CPU, workload
 
 from attnbench import masks
 from attnbench.errors import BrokenFile
-from attnbench.policy import Check, Prediction, Regret, TimeModel, load_policy, packaged, policy_text, shape_of
+from attnbench.policy import HeldOutCheck, Prediction, Regret, TimeModel, load_policy, packaged, policy_text, shape_of
 from attnbench.policy.prediction import costs
 
 GOOD = Regret(mean=1.01, worst=1.2, worst_at="somewhere", shapes=12)
@@ -40,7 +40,7 @@ def model(name: str = "torch.sdpa", **fields: Any) -> TimeModel:
 
 
 def prediction(*models: TimeModel, passed: bool = True) -> Prediction:
-    check = Check(predicted=GOOD, fixed=BAD) if passed else Check(predicted=BAD, fixed=GOOD)
+    check = HeldOutCheck(predicted=GOOD, fixed=BAD) if passed else HeldOutCheck(predicted=BAD, fixed=GOOD)
     parts = ("shape", "class", "head_dim", "mask")
     return Prediction(units=2, models=models or (model(),), checks=dict.fromkeys(parts, check))
 
@@ -128,7 +128,7 @@ def test_of_merged_places_the_models_of_more_shapes_stay():
 
 def test_which_check_stands_for_a_shape():
     known = [shape_of(workload(1024)), shape_of(workload(1024, head_dim=64, mask=masks.full()))]
-    worse = Check(predicted=structs.replace(GOOD, mean=1.2), fixed=BAD)
+    worse = HeldOutCheck(predicted=structs.replace(GOOD, mean=1.2), fixed=BAD)
     parts = prediction().checks | {"mask": worse}
     some = structs.replace(prediction(), checks=parts)
     for fields, words, mean in [

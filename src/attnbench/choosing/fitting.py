@@ -19,7 +19,7 @@ from attnbench import registry
 from attnbench.choosing.candidates import Ground
 from attnbench.dispatch.choice import for_mask, order_on, plan_may_vary
 from attnbench.errors import AttnBenchError
-from attnbench.policy import Check, Place, Prediction, Regret, Shape, TimeModel, pooled
+from attnbench.policy import HeldOutCheck, Place, Prediction, Regret, Shape, TimeModel, pooled
 from attnbench.policy.prediction import COSTS, LEFT_OUT, classes, costs, sizes
 from attnbench.spec import Config, Environment, Ok, Workload
 
@@ -37,7 +37,7 @@ UNITS = tuple(2**n for n in range(9))
 """Numbers of units of a device that are tried, 1 to 256."""
 
 
-class Sample(NamedTuple):
+class MeasuredTime(NamedTuple):
     """Measured time of an implementation at a shape."""
 
     record: Ok
@@ -55,16 +55,16 @@ def computes_hidden(name: str, config: Config, workload: Workload, environment: 
         return False
 
 
-def samples_of(ground: Ground) -> list[Sample]:
+def samples_of(ground: Ground) -> list[MeasuredTime]:
     """Return the times of all candidates of a place, one for each shape."""
-    found: list[Sample] = []
+    found: list[MeasuredTime] = []
     for shape, standings in ground.by_shape.items():
         for label in sorted(set.intersection(*(set(one.ranked) for one in standings))):
             record = standings[0].ranked[label]
             assert record.environment is not None
             hidden = computes_hidden(record.implementation, record.config, record.workload, record.environment)
             time_ns = exp(sum(log(one.times[label]) for one in standings) / len(standings))
-            found.append(Sample(record, shape, hidden, time_ns, label))
+            found.append(MeasuredTime(record, shape, hidden, time_ns, label))
     return found
 
 
@@ -87,15 +87,15 @@ PARTS: dict[str, Callable[[Shape], Hashable]] = {
     "head_dim": lambda shape: shape.head_dim,
     "mask": lambda shape: shape.mask,
 }
-"""What is left out for a shape: every measured shape for which the function returns the same."""
+"""Part that is left out -> a function of a shape: all shapes with the same value are left out with it."""
 
 
 def check_of(
-    samples: Sequence[Sample], part: Callable[[Shape], Hashable], units: int, order: tuple[str, ...]
-) -> Check | None:
+    samples: Sequence[MeasuredTime], part: Callable[[Shape], Hashable], units: int, order: tuple[str, ...]
+) -> HeldOutCheck | None:
     """Return the regret of predictions for shapes that were left out of the fit with all of their part, and that of
     the fixed order; None if no shape is known by both."""
-    at: dict[Shape, dict[str, Sample]] = {}
+    at: dict[Shape, dict[str, MeasuredTime]] = {}
     for one in samples:
         at.setdefault(one.shape, {})[one.label] = one
     predicted: list[Regret] = []
@@ -114,10 +114,12 @@ def check_of(
     both = pooled(predicted), pooled(fixed)
     missed = sum(len(timed) > 1 for timed in at.values()) - len(predicted)
     first, second = (one and structs.replace(one, mean=round(one.mean, DIGITS), missed=missed) for one in both)
-    return None if first is None or second is None else Check(predicted=first, fixed=second)
+    return None if first is None or second is None else HeldOutCheck(predicted=first, fixed=second)
 
 
-def predicted_pick(shape: Shape, timed: Mapping[str, Sample], models: Iterable[TimeModel], units: int) -> str | None:
+def predicted_pick(
+    shape: Shape, timed: Mapping[str, MeasuredTime], models: Iterable[TimeModel], units: int
+) -> str | None:
     """Return the label that models predict to be fastest of those that were timed at a shape; None without one."""
     times = {
         one.label: one.time_ns(shape, timed[one.label].computes_hidden, units)
@@ -127,7 +129,7 @@ def predicted_pick(shape: Shape, timed: Mapping[str, Sample], models: Iterable[T
     return min(times, key=lambda label: (times[label], label), default=None)
 
 
-def first_of(order: tuple[str, ...], timed: Mapping[str, Sample]) -> str | None:
+def first_of(order: tuple[str, ...], timed: Mapping[str, MeasuredTime]) -> str | None:
     """Return the first of a fixed order that was timed at a shape; torch's own pick (torch.sdpa) stands for a backend
     that was not. None without one."""
     record = next(iter(timed.values())).record
@@ -145,7 +147,7 @@ OWN_PICK = {"torch.sdpa-cudnn": ("torch.sdpa",)}
 """Backend -> the implementation that takes it where it can, which newer runs measure in its place."""
 
 
-def fitted_units(samples: Sequence[Sample]) -> int:
+def fitted_units(samples: Sequence[MeasuredTime]) -> int:
     """Return the number of units with which models fit best."""
 
     def misfit(units: int) -> float:
@@ -158,7 +160,7 @@ def fitted_units(samples: Sequence[Sample]) -> int:
 
 
 def fitted(
-    samples: Sequence[Sample], units: int, wanted: Container[tuple[str, str]] | None = None
+    samples: Sequence[MeasuredTime], units: int, wanted: Container[tuple[str, str]] | None = None
 ) -> tuple[TimeModel, ...]:
     """Return a model of each implementation in each pass that was measured, or only of the labels and passes wanted."""
     models: list[TimeModel] = []
@@ -178,7 +180,7 @@ def grouped(members: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def _model(samples: Sequence[Sample], units: int, typical: np.ndarray) -> TimeModel:
+def _model(samples: Sequence[MeasuredTime], units: int, typical: np.ndarray) -> TimeModel:
     amounts, times = _scaled(samples, units)
     scale = exp(float(np.log(times / (amounts @ typical)).mean()))
     rates = _rates(amounts, times, typical * scale)
@@ -198,7 +200,7 @@ def _model(samples: Sequence[Sample], units: int, typical: np.ndarray) -> TimeMo
     )
 
 
-def _scaled(samples: Sequence[Sample], units: int) -> tuple[np.ndarray, np.ndarray]:
+def _scaled(samples: Sequence[MeasuredTime], units: int) -> tuple[np.ndarray, np.ndarray]:
     amounts = np.array([costs(one.shape, one.computes_hidden, units) for one in samples])
     return amounts, np.array([one.time_ns for one in samples])
 

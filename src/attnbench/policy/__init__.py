@@ -18,7 +18,7 @@ from attnbench.policy.policy import (
     coverings,
     place_of,
 )
-from attnbench.policy.prediction import Check, Prediction, TimeModel
+from attnbench.policy.prediction import HeldOutCheck, Prediction, TimeModel
 from attnbench.policy.regret import Regret, pooled
 from attnbench.policy.shapes import REACH, Shape, distance, mask_kind, shape_of
 from attnbench.policy.stack import (
@@ -34,7 +34,8 @@ from attnbench.policy.stack import (
 )
 
 __all__ = [
-    "Alternative", "Barred", "Check", "Choice", "Constraints", "Covering", "Crossing", "Entry", "Place", "Policy",
+    "Alternative", "Barred", "Choice", "Constraints", "Covering", "Crossing", "Entry", "HeldOutCheck", "Place",
+    "Policy",
     "PolicyAnswer", "Prediction", "Regret", "Shape", "TimeModel",
     "REACH", "SCHEMA",
     "active", "checkpoint_context", "coverings", "distance", "find", "forget", "generation", "load_policy", "mask_kind",

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from attnbench.policy.labels import Labelled, Settings
-from attnbench.policy.prediction import FEWEST_HELD_OUT, Check, Prediction, TimeModel
+from attnbench.policy.prediction import FEWEST_HELD_OUT, HeldOutCheck, Prediction, TimeModel
 from attnbench.policy.regret import Regret, pooled
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
 from attnbench.printable import printable
@@ -253,6 +253,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             return f"measured on {self.device_name} ({self.device}), this is {here}"
         if self.processor and environment.processor and self.processor != environment.processor:
             return f"measured on {self.device_name} of kind {self.processor}, this is {environment.processor}"
+        if self.processor != environment.processor and not self.processor and self._names_many_processors:
+            return (
+                f'measured on a processor whose kind was not recorded and whose name, "{self.device_name}", virtual '
+                f"machines give to many generations; this is {environment.processor}"
+            )
         if self.threads and self.threads != environment.threads:
             return f"measured with {self.threads} threads, this process has {environment.threads}"
         changed = [
@@ -260,6 +265,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             for name in other_versions(self.software, environment.packages)
         ]
         return f"measured with {', '.join(changed)}" if changed else None
+
+    @property
+    def _names_many_processors(self) -> bool:
+        """Whether a CPU is named without a number, as hypervisors name whatever they run on."""
+        return self.device == "cpu" and not any(map(str.isdigit, self.device_name))
 
     def caveat(self, environment: Environment) -> str:
         """Return what is not known of the place where it might differ from an environment; empty if all is known."""
@@ -527,7 +537,7 @@ MOST_PREDICTED = 8
 
 
 def _predicted_choice(
-    place: Place, ranking: Sequence[tuple[float, TimeModel]], check: Check, new: str, environment: Environment
+    place: Place, ranking: Sequence[tuple[float, TimeModel]], check: HeldOutCheck, new: str, environment: Environment
 ) -> Choice:
     """Return the first of a ranking as a choice, the others as its alternatives."""
     (shortest, use), *others = ranking
@@ -557,7 +567,7 @@ def _predicted_choice(
     )
 
 
-def _unchecked(check: Check | None) -> str:
+def _unchecked(check: HeldOutCheck | None) -> str:
     """Return why the predictions that a check stands for are not followed."""
     if check is None or check.predicted.shapes < FEWEST_HELD_OUT:
         return "that could not be checked on enough shapes"

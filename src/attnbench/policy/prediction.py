@@ -141,7 +141,7 @@ FEWEST_HELD_OUT = 4
 """Fewest left-out shapes for which a check counts."""
 
 
-class Check(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class HeldOutCheck(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Regret of predicted picks for shapes that were left out of the fit, and that of the fixed order there."""
 
     predicted: Regret
@@ -159,8 +159,8 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     units: int
     """Number of units of the device that work side by side, as fitted."""
     models: tuple[TimeModel, ...]
-    checks: dict[str, Check] = {}
-    """What was left out, one of LEFT_OUT, -> the check."""
+    checks: dict[str, HeldOutCheck] = {}
+    """Part that was left out, one of LEFT_OUT, -> the check."""
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -168,7 +168,7 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         if unknown := sorted(set(self.checks) - set(LEFT_OUT)):
             raise ValueError(f"checks are of {', '.join(LEFT_OUT)}, not of {unknown[0]}")
 
-    def check(self, shape: Shape, measured: Iterable[Shape]) -> tuple[Check | None, str]:
+    def check(self, shape: Shape, measured: Iterable[Shape]) -> tuple[HeldOutCheck | None, str]:
         """Return the check that stands for a shape beside the measured ones, None if there is none, and why no
         measurement answers. If neither mask nor head_dim were, the check that lost more stands."""
         known = [one for one in measured if one.pass_ == shape.pass_]
