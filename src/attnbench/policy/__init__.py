@@ -35,8 +35,7 @@ from attnbench.policy.stack import (
 
 __all__ = [
     "Alternative", "Barred", "Choice", "Constraints", "Covering", "Crossing", "Entry", "HeldOutCheck", "Place",
-    "Policy",
-    "PolicyAnswer", "Prediction", "Regret", "Shape", "TimeModel",
+    "Policy", "PolicyAnswer", "Prediction", "Regret", "Shape", "TimeModel",
     "REACH", "SCHEMA",
     "active", "checkpoint_context", "coverings", "distance", "find", "forget", "generation", "load_policy", "mask_kind",
     "on_miss", "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",
