@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_factory import GPU
 from msgspec import structs
-from record_factory import incorrect, ok
+from record_factory import incorrect, named_run, ok
 
 import attnbench as ab
 from attnbench import masks, registry
-from attnbench.choosing.candidates import CandidateRun
 from attnbench.choosing.choose import Chosen, choose
 from attnbench.choosing.fitting import _nonnegative, computes_hidden
 from attnbench.policy import Choice, Constraints, Policy, shape_of
@@ -70,7 +69,7 @@ def measured(laws: dict[str, Law], *workloads: Workload) -> list[Record]:
 
 
 def chosen(*records: Record, **constraints: Any) -> Chosen:
-    return choose([CandidateRun("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
+    return choose([named_run("run.jsonl", "2026-01-01", records)], Constraints(**constraints))
 
 
 def predicted(policy: Policy, on: Workload, usable: tuple[str, ...] = ()) -> Choice | str | None:
