@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from marked_blocks import Pages, result, table
 
@@ -181,8 +181,32 @@ def stability() -> str:
     return table(["run", "shapes", "picks that stay", "of the least steady shape", "regret in the run"], rows)
 
 
+def predictions() -> str:
+    """What predicted picks lose beside the nearest measured shape and the fixed order."""
+    found = result("cpu/predicted_picks.json")
+    names = {"shape": "one shape", "class": "a class", "head_dim": "a head_dim", "mask": "a kind of mask"}
+
+    def told(one: dict[str, Any] | None) -> str:
+        return "" if one is None else f"{one['mean']:.3f}, worst {one['worst']:.2f} ({one['shapes']})"
+
+    rows = []
+    for one in found["places"]:
+        where = f"{one['device']}, {one['framework']}"
+        for part, check in one["left_out"].items():
+            near = one["nearest"] if part == "shape" else None
+            used = "yes" if check["followed"] else "no"
+            rows.append([where, names[part], told(near), told(check["predicted"]), told(check["fixed"]), used])
+    for one in found["unseen"]:
+        where = f"{one['device']}, {one['framework']}"
+        rows.append([where, "none: unseen shapes", *(told(one[how]) for how in ("nearest", "predicted", "fixed")), ""])
+    return table(["place", "left out", "nearest entry", "predicted", "fixed order", "followed"], rows)
+
+
 PAGES: Pages = {
-    "docs/choose.md": {"stability": ("cpu/choice_stability.json", stability)},
+    "docs/choose.md": {
+        "stability": ("cpu/choice_stability.json", stability),
+        "predictions": ("cpu/predicted_picks.json", predictions),
+    },
     "docs/libraries.md": {
         "grid": ("h200/grid-gpu.jsonl and grid-gpu-rest.jsonl", lambda: suite("grid-gpu")),
         "gemma": ("h200/gemma.jsonl and gemma-rest.jsonl", lambda: suite("gemma")),

@@ -331,6 +331,11 @@ class Implementation(ABC):
         Must be cheap and import no framework.
         """
 
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        """Return whether query-key pairs that the mask hides are computed all the same: scores are stored, or the mask
+        is read as an array. Must be cheap and import no framework."""
+        return self.materialises_scores
+
     def configs(self, workload: Workload) -> Sequence[Config]:
         """Return the settings worth trying, the default first."""
         return ({},)

@@ -137,7 +137,9 @@ class TestTokamax:
         workload = Workload(**SQUARE, dtype="bfloat16")
         assert jax_tokamax.MOSAIC.supports(workload, ampere) is None
         train = Workload(**SQUARE, dtype="bfloat16", pass_="train")
-        assert "9.0" in (jax_tokamax.MOSAIC.supports(train, ampere) or "")
+        assert "9.x or 10.x" in (jax_tokamax.MOSAIC.supports(train, ampere) or "")
+        consumer = jax_tokamax.MOSAIC.supports(workload, replace_capability((12, 0)))
+        assert consumer == "needs compute capability 8.x or 9.x or 10.x, this is 12.0"
 
     def test_kernels_need_cuda(self):
         for implementation in BACKENDS[:3]:

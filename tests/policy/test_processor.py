@@ -35,6 +35,16 @@ def test_a_policy_of_before_goes_by_the_name_and_says_so(tmp_path):
     assert str(choice).endswith(", on a processor named Test CPU 9000 whose kind was not recorded")
 
 
+def test_what_only_a_hypervisor_named_does_not_hold_where_the_kind_is_known():
+    """The name of the packaged CPU policy's machine, which any KVM guest on a Xeon has."""
+    guest = structs.replace(CPU, device_name="Intel(R) Xeon(R) Processor")
+    old, new = policy(entry("torch.sdpa"), at=guest), structs.replace(guest, processor=NEW)
+    assert old.choice(workload(1024), "torch", guest) is not None
+    assert old.choice(workload(1024), "torch", new) is None
+    assert f"virtual machines give to many generations; this is {NEW}" in str(old.stale(new))
+    assert policy(entry("torch.sdpa"), at=new).choice(workload(1024), "torch", new) is not None
+
+
 def test_where_both_hold_the_one_that_knows_its_processor_speaks():
     both = policy(entry("torch.eager"), made="2027") | policy(entry("torch.sdpa"), at=HERE, made="2026")
     assert len(both.places) == 2

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from math import log, log2
+from math import exp, log, log2
 
 from msgspec import Struct, structs
 
 from attnbench.choosing.candidates import NOT_ASKED_FOR, Ground, Refusal, check_names, survey
+from attnbench.choosing.fitting import compile_s, prediction_of
 from attnbench.measuring.rates import host_limit
 from attnbench.policy import (
     REACH,
@@ -112,6 +113,7 @@ def choose(
         place = structs.replace(ground.place, entries=tuple(entries), barred=ground.barred)
         if entries:
             facts = {"held_out": held_out_of(place, ground), "crossings": _crossings(place, ground)}
+            facts |= {"prediction": prediction_of(place, ground)}
             places.append(structs.replace(place, within=constraints or None, **facts))
     policy = Policy() | Policy(places=tuple(places))
     return Chosen(policy, _unchosen(refused, grounds), tuple(grounds), tuple(contradicted))
@@ -189,8 +191,15 @@ def pick(standings: Sequence[Standing], around: Sequence[Standing] = ()) -> Choi
         regret=round(regret, 4),
         regret_high=round(max([regret, *(1 / one.low for one in others.values())]), 4),
         candidates=len(shared),
+        time_us=round(exp(sum(log(one.times[name]) for one in standings) / len(standings)) / 1e3, 3),
+        compile_s=compile_s([one.ranked[name] for one in standings]),
         alternatives=tuple(
-            Alternative(implementation=one.implementation, config=dict(one.config), ratio=round(others[other].value, 4))
+            Alternative(
+                implementation=one.implementation,
+                config=dict(one.config),
+                ratio=round(others[other].value, 4),
+                compile_s=compile_s([standing.ranked[other] for standing in standings]),
+            )
             for other in order[:MOST_ALTERNATIVES]
             for one in (ranked[other],)
         ),

@@ -34,7 +34,7 @@ from attnbench.cli.output import note, print_json, stderr_console
 from attnbench.cli.run import Order, prepare
 from attnbench.errors import UsageError
 from attnbench.policy import Constraints
-from attnbench.policy.policy import label_of
+from attnbench.policy.labels import label_of
 from attnbench.report.progress import make_listener
 from attnbench.results.run_file import NamedRun, read_run
 from attnbench.results.sentences import capped, counted

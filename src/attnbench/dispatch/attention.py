@@ -196,7 +196,8 @@ def _not_asked(decision: PickDecision, demand: Demand) -> list[Candidate]:
         for one in choice.alternatives:
             if one.label not in asked:
                 refusal = why_not_auto(one.implementation, one.config, demand, choice.named)
-                slower = f"{CAN}measured at {one.ratio:.2f} times the time of {choice.label}"
+                how = "predicted" if choice.predicted else "measured"
+                slower = f"{CAN}{how} at {one.ratio:.2f} times the time of {choice.label}"
                 others.append(Candidate(one.label, refusal or slower))
     named = {one.name.partition("[")[0] for one in (*decision.candidates, *others)}
     order = order_of(demand)

@@ -8,16 +8,17 @@ An implementation that supports a call, but raises Unsupported when it runs, is 
 this process for calls of the same class (`_failure_key`). A wider class would leave a kernel out for sizes that it can
 compute, a narrower one would try it again at every new length.
 
-If no measured policy covers a call, that is reported once per kind of call: a warning, an error or nothing (setting
-`on_miss`). An active policy that does not hold here (stale, or of another device) is reported once as well, even if
-another policy covers the call. Calls are reported when their plan is made, not when a plan is used again.
+If no measurement covers a call, what the policies predict is taken, else the first of the fixed order; that is
+reported once per kind of call: a warning, an error or nothing (setting `on_miss`). An active policy that does not hold
+here (stale, or of another device) is reported once as well, even if another policy covers the call. Calls are reported
+when their plan is made, not when a plan is used again.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -28,22 +29,26 @@ from attnbench.errors import PolicyMiss, PolicyWarning, Unsupported, UsageError
 from attnbench.frameworks import environment_of
 from attnbench.impls.partial.torch_choice import ruled_out
 from attnbench.masks.device import MaskForm
-from attnbench.policy import Choice, Policy
-from attnbench.policy.policy import label_of
+from attnbench.policy import Alternative, Choice, Policy
+from attnbench.policy.labels import label_of
+from attnbench.policy.policy import UsableFor
 from attnbench.printable import printable
 from attnbench.spec import Config, Environment, Implementation, Workload
 
 ORDER: dict[str, tuple[str, ...]] = {
     "torch": (
-        "torch.dilated-improved", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.flex",
-        "torch.eager",
+        "torch.dilated-improved", "torch.sdpa-cudnn", "torch.sdpa-flash", "torch.sdpa-efficient", "torch.fa3",
+        "torch.flash-attn", "torch.fa4", "torch.flex", "torch.eager",
     ),
     "jax": ("jax.dilated", "jax.cudnn", "jax.xla", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }  # fmt: skip
-"""Fixed order: the kernels of the dilated mask, which take no other, then fused ones, then what takes every mask."""
+"""Fixed order: the kernels of the dilated mask, which take no other, then fused ones, libraries that take a soft cap or
+a window, if they are installed, then what takes every mask. `for_mask` puts first what skips what a mask hides."""
 MPS_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.eager")
 """Order on Apple's mps, where SDPA's backends cannot be pinned."""
+XPU_ORDER = ("torch.dilated-improved", "torch.sdpa", "torch.flex", "torch.eager")
+"""Order on an XPU, where torch's own pick is oneDNN's attention, which cannot be pinned."""
 CPU_ORDER: dict[str, tuple[str, ...]] = {
     "torch": ("torch.dilated-improved", "torch.sdpa-flash", "torch.eager"),
     "jax": ("jax.dilated", "jax.xla", "jax.einsum"),
@@ -74,6 +79,8 @@ TAKE_PACKED: dict[str, tuple[str, ...]] = {
 """Fixed order for packed sequences: what computes each by itself, then what hides the tokens of the others."""
 OF_DATA = ("lengths", "valid", "documents", "block_causal", "dense")
 """Kinds of masks that carry data, which usually differs from call to call."""
+CALLS_OF_A_LENGTH = 1000
+"""Forward passes of one length for which compiling must pay off: prompts have all lengths, models tens of layers."""
 FEW_QUERIES = 16
 """Most queries of a call that counts as decoding, in which the number of keys grows from call to call."""
 MOST_SCORES = 1 << 30
@@ -100,7 +107,7 @@ class Candidate(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Evidence for a pick that comes from a policy."""
+    """Evidence for a pick that comes from a policy, by its measurements or by what it predicts."""
 
     policy: str
     choice: Choice
@@ -124,6 +131,11 @@ class PickDecision(NamedTuple):
     evidence: Evidence | None = None
     missed: tuple[str, ...] = ()
     """Why the policies that were asked first had no choice that can run."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the pick was measured, near enough: it is neither predicted nor from the fixed order."""
+        return self.evidence is not None and not self.evidence.choice.predicted
 
     @property
     def label(self) -> str | None:
@@ -181,37 +193,29 @@ def decide(impl: str, demand: Demand) -> PickDecision:
 
 
 def _decide_automatically(demand: Demand) -> PickDecision:
-    """Decide by the active policies, and if none has a choice that can run, by the fixed order."""
+    """Decide by the measured choices of the active policies, else by what they predict, else by the fixed order."""
     candidates: list[Candidate] = []
     missed: list[str] = []
     wrong: dict[str, str] = {}
     policies = () if demand.form == "cache" else policy.active()
+    asked = demand.workload, demand.framework, demand.environment
     for number, active in enumerate(policies):
-        choice = active.choice(demand.workload, demand.framework, demand.environment, policies[:number])
-        wrong = active.incorrect(demand.workload, demand.framework, demand.environment) | wrong
+        choice = active.choice(*asked, policies[:number])
+        wrong = active.incorrect(*asked) | wrong
         if choice is None:
             if not _is_for_other_devices(active, demand.environment):
-                why = active.miss(demand.workload, demand.framework, demand.environment, policies[:number])
-                missed.append(why or f"{active.name} has no entry")
-            continue
-        ranked = [(choice.implementation, choice.config, choice.label, choice.regret)]
-        for other in choice.alternatives:
-            ranked.append((other.implementation, other.config, other.label, choice.regret * other.ratio))
-        for name, config, label, regret in ranked:
-            reason = why_not_auto(name, config, demand, choice.named)
-            if reason is None and active.origin.startswith("packaged ") and compiles_for_one_call(name, demand):
-                # A policy that came with attnbench: nobody measured on this machine that compiling pays.
-                reason = (
-                    "compiles for seconds, which does not pay off for a single call: ask for it by name, or measure it "
-                    "on this machine"
-                )
-            candidates.append(Candidate(label, reason))
-            if reason is None:
-                evidence = Evidence(active.name, choice, regret if choice.regret_known else None)
-                pick, why = registry.get(name).configured(config), str(evidence)
-                why = why if label == choice.label else f"{label} in place of {choice.label}, which cannot run; {why}"
-                return PickDecision(pick, config, why, candidates, evidence, tuple(missed))
-        missed.append(f"the choice of {active.name} ({choice.label}) cannot run here")
+                missed.append(active.miss(*asked, policies[:number]) or f"{active.name} has no entry")
+        elif (decision := _able(active, choice, demand, candidates)) is not None:
+            return decision._replace(missed=tuple(missed))
+        else:
+            missed.append(f"the choice of {active.name} ({choice.label}) cannot run here")
+    usable = _hidden_if_usable(demand)
+    for number, active in enumerate(policies):
+        predicted = active.predicted(*asked, usable, policies[:number])
+        if isinstance(predicted, str):
+            missed.append(predicted)
+        elif predicted is not None and (decision := _able(active, predicted, demand, candidates)) is not None:
+            return decision._replace(missed=tuple(missed))
     tried = {one.name for one in candidates}
     fixed = [
         Candidate(name, why_not_auto(name, {}, demand) or wrong.get(name))
@@ -220,6 +224,73 @@ def _decide_automatically(demand: Demand) -> PickDecision:
     ]
     pick = next((registry.get(one.name) for one in fixed if one.reason is None), None)
     return PickDecision(pick, {}, FIXED if pick else "all refuse", [*candidates, *fixed], None, tuple(missed))
+
+
+def _able(active: Policy, choice: Choice, demand: Demand, candidates: list[Candidate]) -> PickDecision | None:
+    """Return the decision for the first of a choice and its alternatives that can run; None if nobody can. Those that
+    were considered are added to `candidates`."""
+    ranked = [Alternative(implementation=choice.implementation, config=choice.config, ratio=1.0)]
+    ranked[0] = replace(ranked[0], compile_s=choice.compile_s)
+    ranked += choice.alternatives
+    refusals = {one.label: why_not_auto(one.implementation, one.config, demand, choice.named) for one in ranked}
+    tried = {one.name for one in candidates}
+    for at, one in enumerate(ranked):
+        name, config, label = one.implementation, one.config, one.label
+        if label in tried:
+            continue
+        reason = refusals[label]
+        if reason is None and registry.get(name).compiles_each_plan:
+            others = [other for other in ranked[at + 1 :] if refusals[other.label] is None]
+            others = [other for other in others if not registry.get(other.implementation).compiles_each_plan]
+            reason = _why_not_worth_compiling(active, choice, one, others[0] if others else None, demand)
+        candidates.append(Candidate(label, reason))
+        if reason is None:
+            regret = choice.regret * one.ratio
+            evidence = Evidence(active.name, choice, regret if choice.regret_known else None)
+            pick, why = registry.get(name).configured(config), str(evidence)
+            if label != choice.label:
+                gone = "cannot run" if refusals[choice.label] else "compiles too long"
+                why = f"{label} in place of {choice.label}, which {gone}; {why}"
+            return PickDecision(pick, config, why, candidates, evidence)
+    return None
+
+
+def _why_not_worth_compiling(
+    active: Policy, choice: Choice, one: Alternative, other: Alternative | None, demand: Demand
+) -> str | None:
+    """Return why compiling for seconds does not pay off for a call beside another candidate; None if it does.
+
+    At the very shape that a policy of the user measured it always does.
+    """
+    packaged = active.origin.startswith("packaged ")
+    exact = not choice.predicted and choice.distance == 0
+    if demand.form == "traced" or (exact and not packaged):
+        return None
+    advice = "ask for it by name, or measure it on this machine"
+    if other is None or not choice.time_us or not one.compile_s:
+        one_call = _may_serve_one_call(demand.workload, demand.values) and _scores_fit(demand.workload)
+        if plan_may_vary(demand.workload, demand.values) if choice.predicted else packaged and one_call:
+            return f"compiles for seconds, which does not pay off for what may be a single call: {advice}"
+        return None
+    calls = 1 if _may_serve_one_call(demand.workload, demand.values) else CALLS_OF_A_LENGTH
+    if demand.workload.needs_gradients and calls > 1:
+        return None
+    saved = calls * (other.ratio - one.ratio) * choice.time_us * 1e-6
+    if saved >= one.compile_s:
+        return None
+    times = "a single call" if calls == 1 else f"{calls:,} calls of one length"
+    return f"compiles for about {one.compile_s:.1f} s, which does not pay off for {times}: {advice}"
+
+
+def _hidden_if_usable(demand: Demand) -> UsableFor:
+    """Return a function of an implementation: whether it computes what the mask hides, None if it cannot be used."""
+
+    def computes_hidden(name: str, config: Config, named: Collection[str]) -> bool | None:
+        if why_not_auto(name, config, demand, named) is not None:
+            return None
+        return registry.configured(name, config).computes_hidden(demand.workload, demand.environment)
+
+    return computes_hidden
 
 
 def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...]:
@@ -231,34 +302,50 @@ def order_on(framework: str, device: str, form: Form = "call") -> tuple[str, ...
         return on_cpu or READ_CACHES[framework]
     if framework == "torch" and device == "mps":
         return MPS_ORDER
+    if framework == "torch" and device == "xpu":
+        return XPU_ORDER
     return CPU_ORDER.get(framework, ORDER[framework]) if device == "cpu" else ORDER[framework]
 
 
 def order_of(demand: Demand) -> tuple[str, ...]:
     """Return the fixed order for a demand."""
-    if demand.values is None:
-        order = order_on(demand.framework, demand.device, demand.form)
-    else:
+    if demand.form in ("array", "cache"):
+        return order_on(demand.framework, demand.device, demand.form)
+    varies = demand.form != "traced" and plan_may_vary(demand.workload, demand.values)
+    workload, environment = demand.workload, demand.environment
+    if demand.values is not None:
         order = (TAKE_PACKED if demand.values.packed else TAKE_VALUES).get(demand.framework, ())
-        if demand.device == "cpu":  # as in CPU_ORDER
-            order = tuple(name for name in order if not registry.get(name).compiles_each_plan)
-    varies = not demand.workload.needs_gradients or _may_serve_one_call(demand)
-    if demand.form == "traced" or not varies or not _scores_fit(demand.workload):
-        return order
-    return tuple(sorted(order, key=lambda name: registry.get(name).compiles_each_plan))
+        on_cpu = demand.device == "cpu"  # as in CPU_ORDER
+        order = tuple(one for one in order if not (on_cpu and registry.get(one).compiles_each_plan))
+        return tuple(sorted(order, key=lambda name: varies and registry.get(name).compiles_each_plan))
+    order = order_on(demand.framework, demand.device, demand.form)
+    return for_mask(order, workload, varies, lambda name: registry.get(name).computes_hidden(workload, environment))
 
 
-def compiles_for_one_call(name: str, demand: Demand) -> bool:
-    """Return whether an implementation would compile for seconds for a plan that may serve one call only."""
-    if demand.form == "traced" or not registry.get(name).compiles_each_plan:
-        return False
-    return _may_serve_one_call(demand) and _scores_fit(demand.workload)
+def for_mask(
+    order: tuple[str, ...], workload: Workload, varies: bool, computes_hidden: Callable[[str], bool]
+) -> tuple[str, ...]:
+    """Return names in the order for a workload: those that compute what its mask hides come after those that skip it,
+    and if the call `varies`, those that compile for each plan come last."""
+    hides = workload.visible_mask.kinds != ("full",)
+
+    def key(name: str) -> tuple[bool, bool]:
+        return varies and registry.get(name).compiles_each_plan, hides and computes_hidden(name)
+
+    return tuple(sorted(order, key=key))
 
 
-def _may_serve_one_call(demand: Demand) -> bool:
+def plan_may_vary(workload: Workload, values: MaskForm | None = None) -> bool:
+    """Return whether calls like this one may need many plans, which is too many to compile each: prompts have all
+    lengths, masks carry data that are not `values` of the call. False if eager would store too much for all of them."""
+    varies = not workload.needs_gradients or _may_serve_one_call(workload, values)
+    return varies and _scores_fit(workload)
+
+
+def _may_serve_one_call(workload: Workload, values: MaskForm | None = None) -> bool:
     """Return whether the mask carries data, or the queries are so few that their keys may grow with every call."""
-    carries = demand.values is None and any(kind in OF_DATA for kind in demand.workload.visible_mask.kinds)
-    return carries or demand.workload.q_len <= FEW_QUERIES
+    carries = values is None and any(kind in OF_DATA for kind in workload.visible_mask.kinds)
+    return carries or workload.q_len <= FEW_QUERIES
 
 
 def _scores_fit(workload: Workload) -> bool:
@@ -387,7 +474,7 @@ def report(decision: PickDecision, demand: Demand) -> None:
     rule, place, active = policy.on_miss(), (demand.framework, demand.device), policy.active()
     reasons = "; ".join(decision.missed) or "none is for this device"
     miss = f"no measured policy covers {demand.workload.title} on {demand.device} ({reasons})"
-    if decision.evidence is None and rule == "error":
+    if not decision.measured and rule == "error":
         raise PolicyMiss(f"{miss}, and on_miss is error; {ADVICE.partition(';')[0]}.")
     if rule == "quiet":
         return
@@ -395,12 +482,12 @@ def report(decision: PickDecision, demand: Demand) -> None:
         why = None if _is_for_other_devices(one, demand.environment) else one.stale(demand.environment)
         if why is not None:
             _warn_once((one.digest, *place), f"{why}: it is not used.")
-    if decision.evidence is None:
-        pick = decision.pick and decision.pick.name
+    if not decision.measured:
         # Calls share a warning: all of a device without policies, else those of one shape class, whatever their sizes.
         some_hold = not all(one.stale(demand.environment) for one in active)
-        key = (*place, tuple(policy.shape_of(demand.workload).hard.items()), pick) if some_hold else place
-        used = f"{pick} is used, {FIXED}" if pick else ""
+        key = (*place, tuple(policy.shape_of(demand.workload).hard.items()), decision.label) if some_hold else place
+        how = FIXED if decision.evidence is None else decision.evidence.choice.predicted
+        used = f"{decision.label} is used, {how}" if decision.label else ""
         _warn_once(key, f"{miss}; {used}. {ADVICE}.")
 
 

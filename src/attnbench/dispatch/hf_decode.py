@@ -63,7 +63,7 @@ def attend(
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     demand = demand_of(q, k, v, words, False)
     decision = decide(words.impl, demand)
-    fixed = decision.evidence is not None or words.impl != "auto"
+    fixed = decision.measured or words.impl != "auto"
     if fixed and not (decision.pick is not None and takes_any_length(decision.pick)):
         return PLAN_EACH_LENGTH
     return running(words.impl, demand._replace(any_kv_len=True), words.layout)
@@ -72,7 +72,7 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) ->
 def _planned_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> Any:
     """Return a call with the padding as an array, or PLAN_EACH_LENGTH if the choice does not take arrays."""
     decision = decide(words.impl, demand_of(q, k, v, words, False))
-    fixed = decision.evidence is not None or words.impl != "auto"
+    fixed = decision.measured or words.impl != "auto"
     if fixed and (decision.pick is None or decision.pick.name not in TAKE_ARRAYS["torch"]):
         return PLAN_EACH_LENGTH
     pick, _ = chosen(words.impl, demand_of(q, k, v, words, False, "array"))

@@ -294,7 +294,7 @@ def jax_choices(impl: str, forward: Demand, training: Demand) -> Callable[[bool]
     """
     demands = (forward, training)
     decisions = [decide(impl, demand) for demand in demands]
-    training_first = decisions[0].evidence is None and decisions[1].evidence is not None
+    training_first = not decisions[0].measured and decisions[1].measured
 
     def choice(train: bool) -> tuple[PickDecision, Demand]:
         at = train or training_first

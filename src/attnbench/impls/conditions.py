@@ -13,6 +13,8 @@ BFLOAT16_SINCE = (8, 0)
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 """Compute capabilities on which flash-attention 2 (torch's too) refuses gradients of head_dim in NO_GRADIENTS_OF."""
 NO_GRADIENTS_OF = (192, 224)
+XPU_HEAD_DIMS = (64, 96, 128, 192)
+"""Values of head_dim for which torch 2.10 to 2.13 has flash kernels on an XPU."""
 CUDNN_WIDEST, CUDNN_ELSEWHERE = {(9, 0): 256}, 128
 """Largest head_dim that torch 2.11 to 2.13 passes to cuDNN: by compute capability, and on all others."""
 
@@ -124,6 +126,33 @@ def needs_cudnn_head_dim(workload: Workload, environment: Environment) -> str | 
     widest = max(CUDNN_WIDEST.values()) if chip is None else CUDNN_WIDEST.get(chip, CUDNN_ELSEWHERE)
     reason = needs_head_dim(workload, widest, 8)
     return reason if reason is None or chip is None else f"{reason} (compute capability {chip[0]}.{chip[1]})"
+
+
+def needs_xpu_head_dim(workload: Workload, environment: Environment) -> str | None:
+    """Refuse a head_dim for which torch has no flash kernel on an XPU."""
+    if environment.device != "xpu" or workload.head_dim in XPU_HEAD_DIMS:
+        return None
+    *others, last = map(str, XPU_HEAD_DIMS)
+    return f"takes head_dim {', '.join(others)} or {last} on an XPU, not {workload.head_dim}"
+
+
+def needs_cudnn_training_dims(workload: Workload, environment: Environment) -> str | None:
+    """Refuse gradients of a head_dim for which cuDNN 9 has kernels on no chip but Hopper; from 10.0 on 192/128 too."""
+    chip, dims = environment.capability, (workload.head_dim, workload.value_dim)
+    if chip is None or not workload.needs_gradients or max(dims) <= CUDNN_ELSEWHERE or chip in CUDNN_WIDEST:
+        return None
+    if chip >= (10, 0) and dims == (192, 128):
+        return None
+    return f"has no gradients for head_dim above {CUDNN_ELSEWHERE} on compute capability {chip[0]}.{chip[1]}"
+
+
+def needs_generation(environment: Environment, *majors: int) -> str | None:
+    """Refuse a CUDA compute capability of another generation, or an unknown one."""
+    chip = environment.capability
+    if chip is not None and chip[0] in majors:
+        return None
+    known = " or ".join(f"{major}.x" for major in majors)
+    return f"needs compute capability {known}" + (f", this is {chip[0]}.{chip[1]}" if chip else "")
 
 
 def needs_room_for_gradients(workload: Workload, environment: Environment) -> str | None:

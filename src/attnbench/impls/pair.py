@@ -89,6 +89,10 @@ class Pairing(WithLse):
     def supports(self, workload: Workload, environment: Environment) -> str | None:
         return self.available(environment) or self._hindrance(workload, environment)
 
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        named = [name for name in self.names.values() if name != AUTO]
+        return any(registry.get(name).computes_hidden(workload, environment) for name in named)
+
     def configs(self, workload: Workload) -> Sequence[Config]:
         """Return all known pairs, whether installed or not."""
         return _pairs(*(self._candidates(role, workload) for role in ROLES))

@@ -25,7 +25,6 @@ from attnbench.impls.jax import nn
 from attnbench.impls.jax._libraries import mask_arguments
 from attnbench.impls.partial.jax_passes import by_turns, common_passes, differentiable
 from attnbench.impls.torch import sdpa
-from attnbench.impls.torch._masks import route
 from attnbench.masks.cuts import MaskPiece, pieces
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Partial, Workload
 
@@ -131,13 +130,9 @@ class TorchSplit(Split):
     def __init__(self, inner: sdpa.Sdpa, never_on: tuple[str, ...] = ()) -> None:
         super().__init__(inner)
         self.untested = (*never_on, *inner.untested)
-        self._lower_right = inner.backend == "flash"
 
     def needs_array(self, part: Workload, environment: Environment) -> bool:
-        way = route(part)
-        if way == "lower-right":
-            return not self._lower_right or environment.device == "cpu"
-        return way not in ("none", "causal")
+        return self.inner.computes_hidden(part, environment)
 
     def join(self, parts: Sequence[Array], axis: int) -> Array:
         import torch

@@ -15,11 +15,11 @@ from attnbench.policy.policy import (
     Entry,
     Place,
     Policy,
-    Regret,
     coverings,
     place_of,
-    pooled,
 )
+from attnbench.policy.prediction import HeldOutCheck, Prediction, TimeModel
+from attnbench.policy.regret import Regret, pooled
 from attnbench.policy.shapes import REACH, Shape, distance, mask_kind, shape_of
 from attnbench.policy.stack import (
     PolicyAnswer,
@@ -34,8 +34,8 @@ from attnbench.policy.stack import (
 )
 
 __all__ = [
-    "Alternative", "Barred", "Choice", "Constraints", "Covering", "Crossing", "Entry", "Place", "Policy",
-    "PolicyAnswer", "Regret", "Shape",
+    "Alternative", "Barred", "Choice", "Constraints", "Covering", "Crossing", "Entry", "HeldOutCheck", "Place",
+    "Policy", "PolicyAnswer", "Prediction", "Regret", "Shape", "TimeModel",
     "REACH", "SCHEMA",
     "active", "checkpoint_context", "coverings", "distance", "find", "forget", "generation", "load_policy", "mask_kind",
     "on_miss", "packaged", "place_of", "policy_text", "pooled", "read_policy", "save_policy", "set_policy", "shape_of",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from math import exp, inf, isfinite, log
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from math import inf, isfinite
 
 import msgspec
 from msgspec import Struct, field, structs
 
+from attnbench.policy.labels import Labelled, Settings
+from attnbench.policy.prediction import FEWEST_HELD_OUT, HeldOutCheck, Prediction, TimeModel
+from attnbench.policy.regret import Regret, pooled
 from attnbench.policy.shapes import REACH, Shape, distance, shape_of
 from attnbench.printable import printable
 from attnbench.spec import Environment, Pass, Workload, other_versions
@@ -32,6 +35,11 @@ class Constraints(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     def __bool__(self) -> bool:
         return self != Constraints()
 
+    @property
+    def bounds_measurements(self) -> bool:
+        """Whether memory or errors are bounded, which are known of measured workloads alone."""
+        return self.max_memory is not None or self.max_error is not None
+
     def __str__(self) -> str:
         parts = [
             "" if self.max_memory is None else f"at most {self.max_memory:,} extra bytes",
@@ -43,34 +51,16 @@ class Constraints(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         return "; ".join(filter(None, parts))
 
 
-Settings = dict[str, int | float | str | bool]
-"""A config of an implementation, as a file holds it."""
-
-
-def label_of(implementation: str, config: Settings) -> str:
-    """Return the name in tables: the implementation, and its config in brackets if it is not the default."""
-    settings = ",".join(f"{k}={v}" for k, v in sorted(config.items()))
-    return f"{implementation}[{settings}]" if settings else implementation
-
-
-class _Candidate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    implementation: str
-    config: Settings = {}
-
-    @property
-    def label(self) -> str:
-        """Name in tables."""
-        return label_of(self.implementation, self.config)
-
-
-class Alternative(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Alternative(Labelled, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A slower candidate, which is used if the choice cannot run."""
 
     ratio: float
     """Time of the alternative / time of the choice, in the same run."""
+    compile_s: float | None = None
+    """Seconds for which it compiled before its first call; null if it compiled nothing, or if that is not known."""
 
 
-class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Choice(Labelled, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Implementation to run, the time it is expected to lose against the fastest, and the evidence."""
 
     regret: float = 1.0
@@ -79,6 +69,10 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Upper edge of the 99 % interval, against every other candidate."""
     candidates: int = 1
     """Number of implementations (and configs) that were timed at the shape and might have been chosen."""
+    time_us: float | None = None
+    """Microseconds of a call, as measured or predicted; null if not known (files of an older attnbench)."""
+    compile_s: float | None = None
+    """Seconds for which it compiled before its first call; null if it compiled nothing, or if that is not known."""
     alternatives: tuple[Alternative, ...] = ()
     """Other candidates, fastest first."""
     measured: str = ""
@@ -93,6 +87,8 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Facts of the place that are not known, such as the kind of its processor; empty in a file."""
     left_out: str = ""
     """Why the choice of the entry is left out, if an alternative stands in for it; empty in a file."""
+    predicted: str = ""
+    """Reason why it is predicted, and from what; empty if it was measured, and in a file."""
 
     def __post_init__(self) -> None:
         if not self.implementation:
@@ -124,15 +120,23 @@ class Choice(_Candidate, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         if not left:
             return None
         first, others = left[0], [structs.replace(one, ratio=round(one.ratio / left[0].ratio, 4)) for one in left[1:]]
-        use = {"implementation": first.implementation, "config": first.config, "alternatives": tuple(others)}
+        use = {
+            "implementation": first.implementation,
+            "config": first.config,
+            "time_us": self.time_us and round(self.time_us * first.ratio, 3),
+            "compile_s": first.compile_s,
+            "alternatives": tuple(others),
+        }
         return structs.replace(rest, regret=1.0, regret_high=inf, **use)
 
     def __str__(self) -> str:
+        kept = f", chosen within: {self.within}" if self.within else ""
+        if self.predicted:
+            return f"{self.label}: {self.predicted}{kept}" + (f", {self.caveat}" if self.caveat else "")
         near = "" if self.distance == 0 else f", {self.distance:.1f} octaves away"
         others = f"first of {self.candidates}" if self.candidates > 1 else "alone"
         unknown = "regret unknown" if self.left_out else "regret unknown off the grid"
         lost = f"expected regret {self.regret:.3f}" if self.regret_known else unknown
-        kept = f", chosen within: {self.within}" if self.within else ""
         unsure = "".join(f", {one}" for one in (self.left_out, self.caveat) if one)
         return f"{self.label}: {others} measured at {self.measured}{near} ({lost}){kept}{unsure}"
 
@@ -157,21 +161,12 @@ class Barred(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     """Names in tables of those that did not keep to the constraints of the place."""
 
 
+UsableFor = Callable[[str, Settings, Collection[str]], bool | None]
+"""Function of an implementation, its settings and the names that the maker of a policy asked for: whether it computes
+the pairs that the mask of a workload hides; None if it cannot be used for the workload."""
 SCHEMA = 1
 IMMATERIAL = {"torch": {"numpy", "transformers"}, "jax": {"numpy", "ml_dtypes", "flax"}}
 """Framework -> packages that do not compute its attention, so that their versions do not matter."""
-
-
-class Regret(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Time of the choice / time of the fastest, over several shapes."""
-
-    mean: float
-    """Geometric mean."""
-    worst: float
-    worst_at: str
-    shapes: int
-    missed: int = 0
-    """Number of further shapes whose regret is not known."""
 
 
 class Crossing(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -213,6 +208,8 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     entries: tuple[Entry, ...] = ()
     barred: tuple[Barred, ...] = ()
     """Who may not be chosen where, by measurement."""
+    prediction: Prediction | None = None
+    """Models by which a choice is predicted where no entry is near; null if too little was measured."""
 
     def __post_init__(self) -> None:
         times = Counter(entry.at for entry in self.entries)
@@ -256,6 +253,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             return f"measured on {self.device_name} ({self.device}), this is {here}"
         if self.processor and environment.processor and self.processor != environment.processor:
             return f"measured on {self.device_name} of kind {self.processor}, this is {environment.processor}"
+        if self.processor != environment.processor and not self.processor and self._names_many_processors:
+            return (
+                f'measured on a processor whose kind was not recorded and whose name, "{self.device_name}", virtual '
+                f"machines give to many generations; this is {environment.processor}"
+            )
         if self.threads and self.threads != environment.threads:
             return f"measured with {self.threads} threads, this process has {environment.threads}"
         changed = [
@@ -263,6 +265,11 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
             for name in other_versions(self.software, environment.packages)
         ]
         return f"measured with {', '.join(changed)}" if changed else None
+
+    @property
+    def _names_many_processors(self) -> bool:
+        """Whether a CPU is named without a number, as hypervisors name whatever they run on."""
+        return self.device == "cpu" and not any(map(str.isdigit, self.device_name))
 
     def caveat(self, environment: Environment) -> str:
         """Return what is not known of the place where it might differ from an environment; empty if all is known."""
@@ -284,6 +291,22 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         entries = [one for one in self.entries if one.at.hard == shape.hard and not (bounded and shape.exceeds(one.at))]
         found = ((distance(entry.at, shape), entry) for entry in entries)
         return sorted(found, key=lambda one: (one[0], one[1].at.order))
+
+    def ranking(self, shape: Shape, usable: UsableFor, barred: Container[str]) -> list[tuple[float, TimeModel]]:
+        """Return the models of those that are usable for a shape with their predicted times, the shortest first,
+        without those that may not be chosen for its class."""
+        if self.prediction is None:
+            return []
+        out = {name for one in self.barred for name in one.kept_out}
+        out |= {name for one in self.barred if one.at.hard == shape.hard for name in one.incorrect}
+        named = self.within.only if self.within else ()
+        found: list[tuple[float, TimeModel]] = []
+        for one in self.prediction.models:
+            if one.covers(shape) and one.label not in out and one.label not in barred:
+                computes_hidden = usable(one.implementation, one.config, named)
+                if computes_hidden is not None:
+                    found.append((one.time_ns(shape, computes_hidden, self.prediction.units), one))
+        return sorted(found, key=lambda one: (one[0], one[1].label))
 
 
 class Covering(Struct, frozen=True, kw_only=True):
@@ -394,6 +417,39 @@ class Policy(
         high = max(regret, use.regret_high, off_grid.worst)
         return structs.replace(use, distance=octaves, regret=regret, regret_high=high)
 
+    def predicted(
+        self,
+        workload: Workload,
+        framework: str,
+        environment: Environment,
+        usable: UsableFor,
+        asked: Sequence[Policy] = (),
+    ) -> Choice | str | None:
+        """Return the choice that the models of a place predict, whose regret is that of shapes that were left out of
+        the fit; why it is not followed, if that was not checked or lost more than the fixed order; None without models.
+
+        A place that bounds memory or errors predicts nothing: neither is known where nothing was measured.
+        """
+        shape, reason = shape_of(workload), None
+        for place in self._holding(framework, environment):
+            if place.prediction is None or (place.within and place.within.bounds_measurements):
+                continue
+            barred = {name for one in asked for name in one.found_incorrect(shape, framework, environment)}
+            ranking = place.ranking(shape, usable, barred)[: 1 + MOST_PREDICTED]
+            if not ranking:
+                continue
+            check, new = place.prediction.check(shape, (entry.at for entry in place.entries))
+            if check is None or not check.passed:
+                reason = reason or f"{self.name} predicts no choice, as {_unchecked(check)} ({new})"
+                continue
+            return _predicted_choice(place, ranking, check, new, environment)
+        return reason
+
+    def found_incorrect(self, shape: Shape, framework: str, environment: Environment) -> set[str]:
+        """Return who was found incorrect at any shape of the same class, at a place that holds here."""
+        places = self._holding(framework, environment)
+        return {name for place in places for one in place.barred if one.at.hard == shape.hard for name in one.incorrect}
+
     def miss(
         self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy] = ()
     ) -> str | None:
@@ -462,14 +518,62 @@ class Policy(
     def _coverings(
         self, workload: Workload, framework: str, environment: Environment, asked: Sequence[Policy]
     ) -> list[Covering]:
+        places = self._holding(framework, environment)
+        before = [place for one in asked for place in one._holding(framework, environment)]
+        return coverings(places, shape_of(workload), before)
+
+    def _holding(self, framework: str, environment: Environment) -> list[Place]:
+        """Return the places that hold here, the one to be preferred first: that which says which processor it is, then
+        that which shares more packages, then the newer."""
         environment = structs.replace(environment, framework=framework)
-        # Of two places that hold here, the one that says which processor is preferred, then that which shares more
-        # packages, then the newer.
         places = [place for place in self.places if place.stale(environment) is None]
         shared = environment.packages.keys()
         places.sort(key=lambda place: (place.processor != "", len(place.software.keys() & shared), place.made))
-        before = [place for one in asked for place in one.places if place.stale(environment) is None]
-        return coverings(places[::-1], shape_of(workload), before)
+        return places[::-1]
+
+
+MOST_PREDICTED = 8
+"""Largest number of alternatives of a predicted choice."""
+
+
+def _predicted_choice(
+    place: Place, ranking: Sequence[tuple[float, TimeModel]], check: HeldOutCheck, new: str, environment: Environment
+) -> Choice:
+    """Return the first of a ranking as a choice, the others as its alternatives."""
+    (shortest, use), *others = ranking
+    regret = check.predicted
+    from_ = f"expected regret {regret.mean:.3f} from {regret.shapes} held-out shapes, worst {regret.worst:.2f}"
+    return Choice(
+        implementation=use.implementation,
+        config=use.config,
+        regret=regret.mean,
+        regret_high=max(regret.mean, regret.worst),
+        candidates=len(ranking),
+        time_us=round(shortest / 1e3, 3),
+        compile_s=use.compile_s,
+        alternatives=tuple(
+            Alternative(
+                implementation=one.implementation,
+                config=one.config,
+                ratio=round(time / shortest, 4),
+                compile_s=one.compile_s,
+            )
+            for time, one in others
+        ),
+        predicted=f"predicted, as {new} ({from_})",
+        within=str(place.within or ""),
+        named=place.within.only if place.within else (),
+        caveat=place.caveat(environment),
+    )
+
+
+def _unchecked(check: HeldOutCheck | None) -> str:
+    """Return why the predictions that a check stands for are not followed."""
+    if check is None or check.predicted.shapes < FEWEST_HELD_OUT:
+        return "that could not be checked on enough shapes"
+    return (
+        f"predicted picks lost {check.predicted.mean:.3f} on held-out shapes and the fixed order {check.fixed.mean:.3f}"
+    )
 
 
 def place_of(environment: Environment) -> Place:
@@ -487,18 +591,6 @@ def place_of(environment: Environment) -> Place:
     )
 
 
-def pooled(parts: Iterable[Regret | None]) -> Regret | None:
-    """Return the regret over the shapes of all parts that are known; None without any."""
-    each = [one for one in parts if one is not None]
-    if not each:
-        return None
-    count = sum(one.shapes for one in each)
-    worst = max(each, key=lambda one: one.worst)
-    mean = exp(sum(log(one.mean) * one.shapes for one in each) / count)
-    missed = sum(one.missed for one in each)
-    return Regret(mean=mean, worst=worst.worst, worst_at=worst.worst_at, shapes=count, missed=missed)
-
-
 def _merge_places(old: Place, new: Place) -> Place:
     entries = {entry.at: entry for entry in (*old.entries, *new.entries)}
     # What was found about all entries of the older place holds only while they choose what they did.
@@ -514,6 +606,7 @@ def _merge_places(old: Place, new: Place) -> Place:
         crossings=tuple({(one.track, one.pass_, one.below, one.above): one for one in crossings}.values()),
         entries=tuple(sorted(entries.values(), key=lambda entry: entry.at.order)),
         barred=_merge_barred(old, new),
+        prediction=_merge_prediction(old, new),
     )
 
 
@@ -534,6 +627,12 @@ def _merge_barred(old: Place, new: Place) -> tuple[Barred, ...]:
         found[key] = structs.replace(there, **names)
     kept = [one for one in found.values() if one.incorrect or one.kept_out]
     return tuple(sorted(kept, key=lambda one: (one.at.order, one.measured)))
+
+
+def _merge_prediction(old: Place, new: Place) -> Prediction | None:
+    """Return the models that rest on more measured shapes, of as many those of the newer place."""
+    known = [one for one in (new.prediction, old.prediction) if one is not None]
+    return max(known, key=lambda one: sum(model.shapes for model in one.models), default=None)
 
 
 def _merge_held_out(old: Place, new: Place) -> Regret | None:

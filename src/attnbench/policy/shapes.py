@@ -90,6 +90,19 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
         return any(getattr(self, name) > getattr(other, name) for name in sizes)
 
     @property
+    def share(self) -> float:
+        """Visible share of the query-key pairs; 1 of a mask whose share a file of an older attnbench does not say."""
+        if self.visible is not None or self.mask not in KNOWN_BY_LENGTHS or self.mask == "full":
+            return 1.0 if self.visible is None else self.visible
+        corner, edge = min(self.q_len, self.kv_len), abs(self.kv_len - self.q_len)
+        pairs = corner * (corner + 1) / 2
+        if self.q_len < self.kv_len:
+            pairs += 0 if self.mask != "causal" else corner * edge  # bottom-right: earlier keys are seen by all
+        elif self.mask != "causal":
+            pairs += corner * edge  # top-left: later queries see every key
+        return pairs / (self.q_len * self.kv_len)
+
+    @property
     def layout(self) -> str:
         """MHA, GQA or MQA."""
         if self.heads == self.kv_heads:

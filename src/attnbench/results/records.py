@@ -8,7 +8,7 @@ from typing import TypeGuard, TypeVar
 
 from msgspec import structs
 
-from attnbench.policy.policy import label_of
+from attnbench.policy.labels import label_of
 from attnbench.spec import Cell, Environment, Errors, Ok, Record, Throughput
 
 Item = TypeVar("Item")

@@ -42,6 +42,7 @@ class FlashAttn(Implementation):
             "has an unknown alignment for q_len != kv_len" if rectangular else None,
             conditions.needs_equal_dims(workload),
             conditions.needs_head_dim(workload, 256, multiple_of=8),
+            conditions.needs_room_for_gradients(workload, environment),
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
         )

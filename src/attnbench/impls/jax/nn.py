@@ -158,6 +158,9 @@ class JaxNn(Implementation):
 
         return call
 
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        return self.materialises_scores or mask_arguments(workload).needs_array
+
     def build(self, workload: Workload, config: Config) -> Call:
         return self._call(workload, with_lse=False)
 

@@ -70,7 +70,7 @@ class Tokamax(Implementation):
         if self.backend == "mosaic":
             odd_rows = workload.kv_len % MASK_ROW_BYTES and mask_arguments(workload).needs_array
             return first_reason(
-                conditions.needs_capability(environment, (9, 0) if workload.needs_gradients else (8, 0)),
+                conditions.needs_generation(environment, *((9, 10) if workload.needs_gradients else (8, 9, 10))),
                 f"copies mask arrays in rows of {MASK_ROW_BYTES} keys, kv_len is {workload.kv_len}"
                 if odd_rows
                 else None,
@@ -95,6 +95,9 @@ class Tokamax(Implementation):
                 FINITE_MASK if array and workload.dtype == "float16" else None,
             )
         return None
+
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        return self.materialises_scores or mask_arguments(workload).needs_array
 
     def build(self, workload: Workload, config: Config) -> Call:
         rows = rows_that_see(workload.visible_mask, workload.mask_shape)

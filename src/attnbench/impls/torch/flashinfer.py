@@ -36,7 +36,7 @@ class Flashinfer(WithLse):
         return first_reason(
             conditions.needs_device(environment, "cuda"),
             conditions.needs_package("flashinfer", "pip install flashinfer-python"),
-            conditions.needs_capability(environment, (8, 0)),
+            conditions.needs_capability(environment, (7, 5)),
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -44,6 +44,7 @@ class Flashinfer(WithLse):
         return first_reason(
             conditions.needs_forward(workload),
             conditions.needs_dtype(workload, "float16", "bfloat16"),
+            conditions.needs_bfloat16(workload, environment),
             needs_bounds(workload),
             needs_bottom_right(workload),
             needs_visible_rows(workload),

@@ -13,6 +13,9 @@ from attnbench.impls import conditions
 from attnbench.impls.conditions import first_reason
 from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
+VERSION_2_CHIPS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0), (12, 1))
+"""Compute capabilities that version 2 has kernels for; it raises on others, 10.0 among them."""
+
 
 class Sage(Implementation):
     """SageAttention, version 1 (Triton) or 2 (CUDA): QK in int8, approximate, forward only."""
@@ -29,6 +32,7 @@ class Sage(Implementation):
             conditions.needs_device(environment, "cuda"),
             conditions.needs_package("sageattention", "pip install sageattention==1.0.6 (2.x: build its source)"),
             conditions.needs_capability(environment, (8, 0)),
+            _second_version(environment),
         )
 
     def supports(self, workload: Workload, environment: Environment) -> str | None:
@@ -56,6 +60,14 @@ class Sage(Implementation):
             return sageattn(q, keys, v, tensor_layout="NHD", is_causal=causal, sm_scale=scale)
 
         return call
+
+
+def _second_version(environment: Environment) -> str | None:
+    """Refuse chips for which version 2 has no kernel; version 1 is Triton, which compiles for all."""
+    chip = environment.capability
+    if not environment.packages.get("sageattention", "").startswith("2") or chip is None or chip in VERSION_2_CHIPS:
+        return None
+    return f"version 2 has no kernels for compute capability {chip[0]}.{chip[1]}: pip install sageattention==1.0.6"
 
 
 SAGE = Sage()

@@ -67,7 +67,7 @@ BACKENDS: dict[Backend, BackendFacts] = {
         (r"_scaled_dot_product_efficient_attention",),
         enum="EFFICIENT_ATTENTION",
         flag="mem_efficient",
-        devices=("cuda", "rocm", "xpu"),
+        devices=("cuda", "rocm"),
         since=(5, 0),
     ),
     "cudnn": BackendFacts(
@@ -127,6 +127,12 @@ class Sdpa(Implementation):
             return _exact_bias(workload)
         checks = {"flash": _flash_on_gpu, "efficient": _efficient, "cudnn": _cudnn}
         return checks[self.backend](workload, environment)
+
+    def computes_hidden(self, workload: Workload, environment: Environment) -> bool:
+        way = route(workload)
+        if way == "lower-right":
+            return self.backend != "flash" or environment.device == "cpu"
+        return self.backend == "math" or way not in ("none", "causal")
 
     def build(self, workload: Workload, config: Config) -> Call:
         return call_at_positive_scale(self._call, workload)
@@ -272,6 +278,7 @@ def _flash_on_gpu(workload: Workload, environment: Environment) -> str | None:
     return first_reason(
         conditions.needs_dtype(workload, *HALF),
         conditions.needs_head_dim(workload, 256, 8),
+        conditions.needs_xpu_head_dim(workload, environment),
         conditions.needs_equal_dims(workload),
         conditions.needs_room_for_gradients(workload, environment),
         mask,

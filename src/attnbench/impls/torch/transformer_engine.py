@@ -46,6 +46,7 @@ class TransformerEngine(Implementation):
             conditions.needs_no_softcap(workload),
             conditions.needs_positive_scale(workload),
             conditions.needs_head_dim(workload, 256, multiple_of=8),
+            conditions.needs_cudnn_training_dims(workload, environment),
         )
 
     def build(self, workload: Workload, config: Config) -> Call:

@@ -43,6 +43,9 @@ class Xformers(WithLse):
         return first_reason(
             # Only the flash kernels know windows, and they are 16-bit and take one head size.
             conditions.needs_dtype(workload, "float16", "bfloat16", *(() if windowed else ("float32",))),
+            conditions.needs_bfloat16(workload, environment),
+            conditions.needs_at_least(environment, (8, 0)) if windowed else None,
+            conditions.needs_room_for_gradients(workload, environment) if windowed else None,
             _masks.needs_bounds(workload),
             _masks.needs_bottom_right(workload) if windowed else None,
             _masks.needs_visible_rows(workload),
