@@ -96,7 +96,7 @@ def demand_of(
         return demand
     if shards.separate:
         local = (Outline(shape, array.dtype) for shape, array in zip(shards.shapes, (q, k, v)))
-        demand = demand._replace(workload=workload_of(*local, mask=mask, **how))
+        demand = demand._replace(workload=workload_of(*local, **how))
     return demand._replace(shards=shards)
 
 

@@ -67,8 +67,10 @@ class Flex(Implementation):
 
     def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
         packed = "would compile for each number of packed tokens: give documents on the device instead"
+        # Inductor (torch 2.13) writes the table of blocks in C++ that does not compile.
+        on_cpu = "cannot make its table of blocks from values on a CPU" if environment.device == "cpu" else None
         return first_reason(
-            packed if form.packed else None, needs_small_bias(form), self.supports(workload, environment)
+            packed if form.packed else None, on_cpu, needs_small_bias(form), self.supports(workload, environment)
         )
 
     def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall:
