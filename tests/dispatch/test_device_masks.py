@@ -523,19 +523,11 @@ def test_packed_arrays_that_do_not_fit_are_refused_in_words():
         with pytest.raises(InvalidWorkload, match="inside of packed sequences is full, causal, window or prefix"):
             ab.attention_varlen(q, k, v, cu, mask=mask)
     for impl, words in (
-        ("torch.sdpa-flash", "needs cuda"), ("torch.flex", "documents on the device"),
+        ("torch.sdpa-flash", "needs cuda"), ("torch.flex", "does not take"),
         ("torch.chunked", "does not take"),
     ):  # fmt: skip
         with pytest.raises(Unsupported, match=words):
             ab.attention_varlen(q, k, v, cu, impl=impl)
-
-
-def test_flex_refuses_values_on_a_cpu():
-    import torch
-
-    mask = CAUSAL & ab.masks.lengths(torch.tensor([40, 3]), constant=False)
-    with pytest.raises(Unsupported, match=r"torch\.flex cannot run .*from values on a CPU"):
-        ab.attention(*map(torch.from_numpy, problem(40, 40)[:3]), mask=mask, impl="torch.flex")
 
 
 def attend_packed(q, k, v, values, options):

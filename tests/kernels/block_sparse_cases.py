@@ -56,7 +56,7 @@ def check(implementation, w, config, allowed, device="cpu"):
     want, want_lse, *want_grads = attention_in_float64(w, *exact)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = implementation.build_lse(w, config)(q, k, v)
-    assert lse.dtype == torch.float32
+    assert lse.dtype == (torch.float64 if w.dtype == "float64" else torch.float32)
     assert out.dtype == q.dtype
     grads = torch.autograd.grad(out, (q, k, v), dout)
     np.testing.assert_allclose(lse.detach().cpu().numpy(), want_lse, atol=max(3e-6, allowed / 10), rtol=1e-5)

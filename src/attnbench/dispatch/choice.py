@@ -60,15 +60,16 @@ TAKE_ARRAYS: dict[str, tuple[str, ...]] = {
 }
 """Framework -> implementations that take a mask as an array of each call (attnbench.dispatch.array_masks), in order."""
 READ_CACHES: dict[str, tuple[str, ...]] = {
-    "torch": ("torch.triton-decode", "torch.flash-attn", "torch.fa3", "torch.fa4", "torch.eager"),
+    "torch": ("torch.triton-decode", "torch.flash-attn", "torch.eager"),
     "jax": ("jax.cudnn", "jax.einsum"),
     "numpy": ("numpy.float32", "numpy.reference"),
 }
 """Fixed order over KV caches: kernels that split the keys of few queries, then what reads every cache. Policies, whose
-figures are of whole arrays, are not asked."""
+figures are of whole arrays, are not asked. FA3 and FA4, in whose output a NaN behind the end of a sequence shows, are
+used by name only."""
 READ_CACHES_ON_CPU: dict[str, tuple[str, ...]] = {"torch": ("torch.sdpa-flash", "torch.eager"), "jax": ("jax.einsum",)}
 TAKE_VALUES: dict[str, tuple[str, ...]] = {
-    "torch": ("torch.flex", "torch.sdpa", "torch.eager"),
+    "torch": ("torch.sdpa", "torch.eager"),
     "jax": ("jax.cudnn", "jax.xla", "jax.einsum"),
 }
 """Fixed order under a mask whose values are arguments of the call (attnbench.masks.DeviceMask)."""
@@ -311,13 +312,10 @@ def order_of(demand: Demand) -> tuple[str, ...]:
     """Return the fixed order for a demand."""
     if demand.form in ("array", "cache"):
         return order_on(demand.framework, demand.device, demand.form)
-    varies = demand.form != "traced" and plan_may_vary(demand.workload, demand.values)
-    workload, environment = demand.workload, demand.environment
     if demand.values is not None:
-        order = (TAKE_PACKED if demand.values.packed else TAKE_VALUES).get(demand.framework, ())
-        on_cpu = demand.device == "cpu"  # as in CPU_ORDER
-        order = tuple(one for one in order if not (on_cpu and registry.get(one).compiles_each_plan))
-        return tuple(sorted(order, key=lambda name: varies and registry.get(name).compiles_each_plan))
+        return (TAKE_PACKED if demand.values.packed else TAKE_VALUES).get(demand.framework, ())
+    varies = demand.form != "traced" and plan_may_vary(demand.workload)
+    workload, environment = demand.workload, demand.environment
     order = order_on(demand.framework, demand.device, demand.form)
     return for_mask(order, workload, varies, lambda name: registry.get(name).computes_hidden(workload, environment))
 

@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from attnbench.errors import Unsupported
-from attnbench.frameworks.torch.plain import TorchNamespace, mask_tensors, once_per_device
+from attnbench.frameworks.torch.plain import mask_tensors, once_per_device
 from attnbench.impls.conditions import (
     first_reason,
     needs_bfloat16,
     needs_device,
     needs_dtype,
     needs_forward,
-    needs_small_bias,
 )
 from attnbench.impls.torch._compile import COMPILED_GRAPH, CompiledCall, compile_fresh, needs_compiler
 from attnbench.impls.torch._masks import block_mask, score_mod
 from attnbench.masks.cuts import split_blocks
-from attnbench.masks.device import MaskForm
 from attnbench.masks.large_bias import has_large_bias
-from attnbench.spec import Array, Call, Config, Environment, Implementation, ValuesCall, Workload
+from attnbench.spec import Array, Call, Config, Environment, Implementation, Workload
 
 SMALLEST_GPU_DIM = 16
 
@@ -65,62 +61,10 @@ class Flex(Implementation):
     def build(self, workload: Workload, config: Config) -> Call:
         return _attend(workload, config, lse=False)
 
-    def supports_values(self, workload: Workload, form: MaskForm, environment: Environment) -> str | None:
-        packed = "would compile for each number of packed tokens: give documents on the device instead"
-        # Inductor (torch 2.13) writes the table of blocks in C++ that does not compile.
-        on_cpu = "cannot make its table of blocks from values on a CPU" if environment.device == "cpu" else None
-        return first_reason(
-            packed if form.packed else None, on_cpu, needs_small_bias(form), self.supports(workload, environment)
-        )
-
-    def build_values(self, workload: Workload, form: MaskForm, config: Config, with_lse: bool) -> ValuesCall:
-        return _values_call(workload, form, config, with_lse)
-
     def build_lse(self, workload: Workload, config: Config) -> Call | None:
         import torch
 
         return _attend(workload, config, lse=True) if torch.accelerator.is_available() else None
-
-
-def _values_call(workload: Workload, form: MaskForm, config: Config, lse: bool) -> ValuesCall:
-    """Return a call whose table of blocks is made on the device by the same graph, so that it serves all values."""
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-    shape, block_size = workload.mask_shape, int(config.get("block_size", 128))
-    wanted: Any = AuxRequest(lse=True) if lse else None
-    scale, grouped = workload.softmax_scale, workload.group > 1
-    fixed = replace(workload, mask=form.fixed)
-
-    def compiled(device: Any) -> Callable[..., Any]:
-        known = form.fixed.predicate(shape, TorchNamespace(device))
-        modify, options = score_mod(fixed, device), _kernel_options(block_size, device)
-
-        def body(q: Array, k: Array, v: Array, *values: Array) -> Any:
-            parts = form.predicates(values, shape.q_len, shape.kv_len)
-
-            def visible(b: Any, h: Any, q_at: Any, k_at: Any) -> Any:
-                seen = known(b, h, q_at, k_at)
-                for part in parts:
-                    seen = seen & part(b, h, q_at, k_at)
-                return seen
-
-            heads = shape.heads if form.fixed.per_head else None
-            table = create_block_mask(visible, shape.batch, heads, shape.q_len, shape.kv_len, device, block_size)
-            return flex_attention(
-                q, k, v, modify, table, scale, enable_gqa=grouped, kernel_options=options, return_aux=wanted
-            )
-
-        return compile_fresh(body)
-
-    made = once_per_device(compiled, constant=False)
-
-    def call(q: Array, k: Array, v: Array, *values: Array) -> Any:
-        if lse and q.device.type == "cpu":
-            raise Unsupported("torch.flex returns no LSE on a CPU: use torch.eager.")
-        result = made(q.device)(q, k, v, *values)
-        return (result[0], result[1].lse) if lse else result
-
-    return CompiledCall(call, prepare=made)
 
 
 def _block_sizes(workload: Workload) -> tuple[int, ...]:
