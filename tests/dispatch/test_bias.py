@@ -163,3 +163,16 @@ def test_on_a_gpu_a_learned_bias_goes_to_what_has_its_gradient(dtype):
     assert off < (1e-3 if dtype == "float32" else 0.05)
     with pytest.raises(Unsupported, match="has the gradient of a bias"):
         ab.attention(q, k, v, bias=learned, impl="torch.sdpa")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", ["auto", "torch.sdpa", "torch.eager"])
+def test_a_narrower_bias_beside_float64(impl):
+    """torch's function reads a float32 mask beside float64 inputs wrongly on a CPU."""
+    import torch
+
+    drawn, bias, _, _, _ = answers(None, SHAPES["heads"])
+    q, k, v = (torch.from_numpy(x).double() for x in drawn[:3])
+    narrow = torch.from_numpy(bias).float()
+    want = ab.attention(q, k, v, mask=ab.masks.dense(narrow.double()[None]), impl="torch.eager")
+    assert_close(ab.attention(q, k, v, bias=narrow, impl=impl), want, 1e-12)

@@ -530,6 +530,37 @@ def test_packed_arrays_that_do_not_fit_are_refused_in_words():
             ab.attention_varlen(q, k, v, cu, impl=impl)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", ["auto", "torch.eager"])
+def test_the_lse_of_float64_beside_values(impl):
+    import torch
+
+    q, k, v = (torch.from_numpy(x).double() for x in problem(40, 40)[:3])
+    lengths = [40, 3]
+    _, want = ab.attention(q, k, v, mask=ab.masks.lengths(lengths), impl="torch.eager", return_lse=True)
+    mask = ab.masks.lengths(torch.tensor(lengths), constant=False)
+    _, lse = ab.attention(q, k, v, mask=mask, impl=impl, return_lse=True)
+    assert lse.dtype == torch.float32
+    assert_close(lse, want, 2e-6)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("impl", ["torch.eager", "torch.sdpa"])
+def test_slopes_beside_values_in_one_graph(impl):
+    import torch
+
+    slopes = ab.masks.alibi(problem(40, 40)[0].shape[2])
+    q, k, v = map(torch.from_numpy, problem(40, 40)[:3])
+
+    def function(lengths):
+        return ab.attention(q, k, v, mask=ab.masks.lengths(lengths) & slopes, impl=impl)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for lengths in ([40, 3], [7, 11]):
+        want = ab.attention(q, k, v, mask=slopes & ab.masks.lengths(lengths), impl="torch.eager")
+        assert_close(compiled(torch.tensor(lengths)), want, 2e-6)
+
+
 def attend_packed(q, k, v, values, options):
     """flash-attention's function of packed sequences, in float32 by torch.eager."""
     import torch

@@ -197,6 +197,8 @@ def _torch(
         raise Unsupported("torch.sdpa does not support softcap: ask for torch.eager.")
     if impl == "torch.sdpa" and sinks is not None:
         raise Unsupported("torch.sdpa returns no LSE, which attention sinks need: ask for torch.eager.")
+    if bias is not None and q.dtype == torch.float64:  # beside which SDPA reads a bias of another dtype wrongly
+        bias = bias.to(q.dtype)
     # Fused kernels of a GPU round a bias; those of a CPU take float32 too.
     exact = bias is None or bias.dtype == q.dtype or (q.device.type == "cpu" and str(bias.dtype) == "torch.float32")
     if impl == "torch.sdpa" and not exact:

@@ -204,8 +204,8 @@ def _of_partial(pick: Implementation, workload: Workload, config: Config) -> Cal
 def _lse_of_float64(call: Call, name: str, demand: Demand) -> Call:
     """Return a call whose LSE is float32 although its inputs are float64; float64 if attention sinks join the rows."""
 
-    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = call(q, k, v)
+    def run(q: Array, k: Array, v: Array, *values: Any) -> tuple[Array, Array]:
+        out, lse = call(q, k, v, *values)
         if not demand.with_sinks:
             return out, lse.float() if demand.framework == "torch" else lse.astype("float32")
         if lse.dtype != out.dtype:

@@ -81,7 +81,7 @@ def _batched(workload: Workload, form: MaskForm, attend: Attend, layout: Layout)
         for predicate in predicates(values, *sizes[2:]):
             seen = seen & predicate(b, h, q_at, k_at)
         assert seen is not None
-        return attend(q, k, v, mask._replace(visible=seen, dead=~seen.any(-1, keepdim=True)))
+        return attend(q, k, v, MaskTensors(seen, mask.weight, ~seen.any(-1, keepdim=True), mask.top))
 
     return run
 

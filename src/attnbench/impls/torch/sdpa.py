@@ -252,7 +252,7 @@ def _values_call(workload: Workload, form: MaskForm) -> ValuesCall:
     def attend(q: Array, k: Array, v: Array, mask: MaskTensors) -> tuple[Array, None]:
         if form.packed:  # these come as [batch, tokens, heads, dim]
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = mask if mask.weight is None else mask._replace(weight=mask.weight.to(q.dtype))
+        mask = mask if mask.weight is None else MaskTensors(mask.visible, mask.weight.to(q.dtype), mask.dead)
         out = sdpa_with_tensors(q, k, v, mask, workload.softmax_scale)
         return out.transpose(1, 2) if form.packed else out, None
 
