@@ -513,7 +513,8 @@ def test_on_a_gpu_kernels_that_split_keys_come_first(monkeypatch):
     assert pick((9, 0), softcap=30.0).label == "torch.triton-decode"
     reasons = dict(pick((7, 5), page_size=16).candidates)
     assert "8.0" in reasons["torch.triton-decode"]
-    assert all(reasons[name] for name in ("torch.flash-attn", "torch.fa3", "torch.fa4"))
+    assert reasons["torch.flash-attn"]
+    assert not {"torch.fa3", "torch.fa4"} & reasons.keys()  # which let a NaN behind the end of a sequence through
 
 
 def test_the_orders_name_what_reads_caches():
